@@ -1,0 +1,183 @@
+"""The watch: turns a hang of ranks that disagree into an error on each of them that names what differs.
+
+Every rank keeps, per channel, the sequence of collectives that it entered. A thread publishes that about once a
+second through the job's key-value store, with what the rank is waiting for, if it is. A rank that has waited longer than
+`timeout` compares: when the others are provably not going to join (they entered another collective in its place, they
+wait for one that this rank has not entered, or they have finished), it breaks its groups and raises. A rank that is
+merely slow (computing, loading data, saving) is waited for as long as the process group allows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from zerotrain.comm import torch_compat
+from zerotrain.errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from zerotrain.comm.channel import Channel
+
+PUBLISHED_HISTORY = 48
+Peer = dict[str, Any]
+
+
+class Watch:
+    """One per engine. `job` names the engine in the store; `timeout` is in seconds."""
+
+    def __init__(self, job: str, timeout: float) -> None:
+        self.timeout = timeout
+        self.progress = "set-up"
+        self._job = job
+        self._channels: dict[str, Channel] = {}
+        self._blocked: tuple[str, int, str, float] | None = None
+        self._finished = False
+        self._verdict: str | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._published = ""
+
+    def register(self, channel: Channel) -> None:
+        self._channels[channel.name] = channel
+
+    def start(self) -> None:
+        """Start watching, if there is anybody to watch."""
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+            self._store = torch_compat.default_store()
+            threading.Thread(target=self._run, name="zerotrain-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Say that this rank will enter no further collective of this engine, and end the thread."""
+        self._finished = True
+        if self._store is not None and not self._stop.is_set():
+            self._publish()
+        self._stop.set()
+
+    @contextmanager
+    def waiting(self, channel: Channel, entry: tuple[int, str]) -> Iterator[None]:
+        """Around a blocking wait for `entry` of `channel`. Raises RankMismatchError where the wait is in vain."""
+        self._blocked = (channel.name, entry[0], entry[1], time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankMismatchError(self._explain(channel, entry, error)) from error
+        finally:
+            self._blocked = None
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        interval = min(1.0, self.timeout / 5)
+        while not self._stop.wait(interval):
+            if not self._publish():
+                return
+            blocked = self._blocked
+            if blocked is None or time.monotonic() - blocked[3] < self.timeout:
+                continue
+            verdict = self._judge(blocked, self._peers())
+            if verdict is not None and self._blocked is blocked:
+                self._verdict = verdict
+                self._publish()
+                for channel in self._channels.values():
+                    channel.abort()
+
+    def _state(self) -> Peer:
+        blocked = self._blocked
+        return {
+            "progress": self.progress,
+            "finished": self._finished,
+            "verdict": self._verdict,
+            "blocked": None if blocked is None else [*blocked[:3], round(time.monotonic() - blocked[3], 1)],
+            "channels": {name: list(c.history)[-PUBLISHED_HISTORY:] for name, c in self._channels.items()},
+        }
+
+    def _publish(self) -> bool:
+        with self._lock:
+            text = json.dumps(self._state())
+            if text == self._published:
+                return True
+            try:
+                self._store.set(f"{self._job}/{dist.get_rank()}", text)
+            except (RuntimeError, ValueError):  # the store's host is gone, or the process group was destroyed
+                return False
+            self._published = text
+            return True
+
+    def _peers(self) -> dict[int, Peer]:
+        """What the other ranks last published."""
+        peers: dict[int, Peer] = {}
+        try:
+            me, world = dist.get_rank(), dist.get_world_size()
+            for rank in range(world):
+                key = f"{self._job}/{rank}"
+                if rank != me and self._store.check([key]):
+                    peers[rank] = json.loads(self._store.get(key))
+        except (RuntimeError, ValueError):
+            pass
+        return peers
+
+    def _judge(self, blocked: tuple[str, int, str, float], peers: dict[int, Peer]) -> str | None:
+        """Why `blocked` can never complete, or None while it still may."""
+        channel, sequence, text, _ = blocked
+        for rank, peer in peers.items():
+            if peer["verdict"]:
+                return str(peer["verdict"])
+            theirs = {s: t for s, t in peer["channels"].get(channel, ())}
+            if rank not in self._channels[channel].ranks:
+                continue
+            if theirs.get(sequence, text) != text:
+                return self._describe(rank, peer, text, f"rank {rank} entered '{theirs[sequence]}' in its place")
+            if sequence in theirs or (theirs and min(theirs) > sequence):
+                continue  # entered there too: the transport is slow, or a third rank is to blame
+            if peer["finished"]:
+                return self._describe(rank, peer, text, f"rank {rank} has finished")
+            if self._stuck_elsewhere(peer):
+                other = peer["blocked"]
+                return self._describe(rank, peer, text, f"rank {rank} waits for '{other[2]}' instead")
+        return None
+
+    def _stuck_elsewhere(self, peer: Peer) -> bool:
+        """The peer has waited past the timeout for a collective that this rank has not entered."""
+        if peer["blocked"] is None or peer["blocked"][3] < self.timeout:
+            return False
+        name, sequence = peer["blocked"][:2]
+        channel = self._channels.get(name)
+        return channel is not None and channel.sequence < sequence
+
+    def _describe(self, rank: int, peer: Peer, text: str, fact: str) -> str:
+        me = dist.get_rank()
+        return (
+            f"the ranks disagree: rank {me} is in {self.progress} and waits for '{text}', but {fact} "
+            f"(rank {rank} is in {peer['progress']}). Every rank must make the same calls in the same order, "
+            "on the same modules"
+        )
+
+    # -- after a failed wait ------------------------------------------------------------------------------------------
+
+    def _explain(self, channel: Channel, entry: tuple[int, str], error: RuntimeError) -> str:
+        """The text of the error for a wait that failed: what this rank saw, and what the others last said."""
+        if self._store is None:
+            return str(error)
+        if self._verdict is None:
+            self._publish()
+            deadline = time.monotonic() + min(2.5, self.timeout)
+            blocked = (channel.name, entry[0], entry[1], 0.0)
+            while self._verdict is None and time.monotonic() < deadline:
+                peers = self._peers()
+                self._verdict = self._judge(blocked, peers)
+                time.sleep(0.05)
+            if self._verdict is None:
+                seen = "; ".join(f"rank {rank} was last seen in {peer['progress']}" for rank, peer in peers.items())
+                self._verdict = (
+                    f"'{entry[1]}' failed in {self.progress} on rank {dist.get_rank()}: another rank has ended or lost "
+                    f"its connection. {seen or 'No other rank has reported'}. Look for the first error in its output"
+                )
+            self._publish()
+        return f"{self._verdict} [{str(error).splitlines()[0][:160]}]"

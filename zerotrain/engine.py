@@ -1,0 +1,429 @@
+"""The engine: what a training script holds. It reads like the description of one training step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from zerotrain.comm import Traffic
+from zerotrain.config import Config
+from zerotrain.errors import ZerotrainError
+from zerotrain.job import Job, Request, set_up
+from zerotrain.zero import report
+from zerotrain.zero.access import Access
+from zerotrain.zero.hooks import Hook, map_tensors
+from zerotrain.zero.loss_scale import LossScale
+from zerotrain.zero.schedule import Sync
+from zerotrain.zero.unit import Unit
+
+__all__ = ["Engine", "initialize"]
+
+logger = logging.getLogger("zerotrain")
+
+
+def initialize(
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any,
+) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    """Shard `model` over the ranks of the job and return `(engine, optimizer, loader, scheduler)`.
+
+    Args:
+        model: any module, on one device. Its parameters stay the same objects; every rank ends with rank 0's values.
+        optimizer: an element-wise torch optimizer over the model's parameters, a callable that makes one from
+            `model_parameters`, or None: from the config's `optimizer` section (without one, the engine only evaluates).
+        model_parameters: parameters or param groups for an optimizer that is made here; default: all.
+        training_data: a Dataset, any iterable of samples, or a DataLoader; None: no loader is returned.
+        lr_scheduler: a scheduler on the optimizer, a callable from the optimizer, or None: from the config. It is stepped
+            by `engine.step()` (but `ReduceLROnPlateau`, which is yours to step).
+        collate_fn: as of `torch.utils.data.DataLoader`.
+        config: path of the JSON job file, or a dict of the same keys (see `configs/README.md`).
+
+    Raises:
+        ConfigError: every problem of the config, before any process group exists.
+        ValueError: a model or an optimizer that cannot be sharded, with the reason.
+        RankMismatchError: the ranks were given different models, configs or optimizers. On every rank.
+    """
+    request = Request(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config)
+    job = set_up(request)
+    return Engine(job), job.optimizer, job.loader, job.lr_scheduler
+
+
+class Engine:
+    """A model in sharded training. Made by `zerotrain.initialize`.
+
+    A window is the micro batches between two optimizer steps. `module` is the user's model, with its own parameters.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.module: nn.Module = job.module
+        self.config: Config = job.config
+        self.optimizer = job.optimizer
+        self.lr_scheduler = job.lr_scheduler
+        self.device = job.device
+        self.rank = job.mesh.rank
+        self.world_size = job.mesh.world_size
+        self.train_batch_size = job.batch.train
+        self.train_micro_batch_size_per_gpu = job.batch.micro
+        self.gradient_accumulation_steps = job.batch.accumulation
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        self.metrics: dict[str, float] = {}
+        self._model = job.model
+        self._sharded_optimizer = job.sharded_optimizer
+        self._loss_scale: LossScale = job.loss_scale
+        self._norm: float | None = None
+        self._norm_order = float(job.config.gradient_clipping_norm_type)
+        self._syncing = True
+        self._driven = False
+        self._window = _Window()
+        self._clock = time.monotonic()
+        self._access = Access(job.model, job.sharded_optimizer, job.world, self._divisor)
+        self._model.sync = Hook(self, Engine._sync)
+        if job.config.fp16.enabled:
+            self._model.on_output = Hook(self, Engine._scale_outputs)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad = Hook(self, Engine._zero_grad)  # type: ignore[method-assign,assignment]
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Under bf16 and fp16, fp32 inputs are cast to the compute dtype."""
+        self._progress("forward")
+        dtype = self._job.compute_dtype
+        if dtype is not None:
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+            args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, tokens: int | torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Run the backward pass of `loss`, a scalar. Returns it.
+
+        Without `tokens`, gradients are averaged over micro batches and ranks. With `tokens`, `loss` is a sum over that many
+        tokens of this micro batch, and the step divides by the tokens of the whole global batch, however they are spread.
+        `kwargs` go to `Tensor.backward`. Raises ZerotrainError for a loss that is not a scalar, or when some calls of a
+        window give tokens and others do not. An exception forgets the window's gradients; training may go on.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ZerotrainError(f"engine.backward needs a scalar loss, not {shape}; reduce it (loss.mean(), or loss.sum() with tokens=)")
+        self._progress("backward")
+        self._window.add(loss, tokens)
+        self._driven = True
+        try:
+            self._model.begin_backward(driven=True)
+            scale = self._loss_scale.scale
+            (loss if scale == 1.0 else loss.float() * scale).backward(**kwargs)
+            self._model.end_backward()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._driven = False
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not reduced over the ranks; the next one outside, or the step, reduces their sum."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the open window. Micro batches counted so far count as empty."""
+        del set_to_none
+        self._model.clear_window()
+        self._window = _Window()
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, boundary: bool | None = None) -> bool:
+        """End a micro batch; at the accumulation boundary, step the optimizer. True if weights were updated.
+
+        `boundary=True` closes the window here and averages over the micro batches it holds; `False` keeps it open. The
+        default closes it after `gradient_accumulation_steps`. A step with a gradient that is not finite is skipped on all
+        ranks alike (`skipped_steps`), and the scheduler does not advance.
+        """
+        if self.optimizer is None or self._sharded_optimizer is None:
+            raise ZerotrainError("this engine has no optimizer; give initialize() one, or an `optimizer` section in the config")
+        self._progress("step")
+        if self._model.in_backward:
+            self._forget()
+            raise ZerotrainError("the last backward did not finish; its window was forgotten, and training can go on")
+        self.micro_steps += 1
+        at_boundary = self.micro_steps >= self.gradient_accumulation_steps if boundary is None else boundary
+        if not at_boundary:
+            return False
+        try:
+            return self._close_window()
+        except BaseException:
+            self._forget()
+            raise
+
+    def train_batch(self, data: Iterable[Any]) -> float:
+        """One whole window from an iterator of micro batches: forward, backward, step. The mean loss over all ranks.
+
+        A model that takes keyword arguments gets a dict batch as such; anything else is passed as the one argument.
+        Raises StopIteration when the data ends before the window began; one cut short by the end is closed early.
+        """
+        batches = iter(data)
+        for index in range(self.gradient_accumulation_steps):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if index == 0:
+                    raise
+                self.micro_steps -= 1
+                self.step(boundary=True)
+                break
+            output = self(**batch) if isinstance(batch, dict) else self(batch)
+            self.backward(output if isinstance(output, torch.Tensor) else _loss_of(output))
+            self.step()
+        return self.metrics["loss"]
+
+    def _close_window(self) -> bool:
+        """Reduce what is left, agree on the norm, and step or skip."""
+        model, optimizer = self._model, self._sharded_optimizer
+        assert optimizer is not None
+        optimizer.adopt_groups()
+        model.reductions.settle()
+        seen = self._agree()
+        model.adopt_edits()
+        divisor = self._mean_divisor(seen.tokens, seen.counted, seen.micro_batches) * self._loss_scale.scale
+        self._norm = seen.norm / divisor if divisor else math.nan
+        finite = math.isfinite(self._norm)
+        if finite:
+            optimizer.step(self._factor(divisor))
+            model.updated()
+        else:
+            self._report_skip(divisor)
+            optimizer.detach_gradients()
+        if seen.changed_buffers:
+            self._job.buffers.synchronise()
+        self._loss_scale = self._loss_scale.after(overflow=not finite)
+        self._count(finite, seen)
+        return finite
+
+    def _agree(self) -> report.Report:
+        """Attach the window's gradients, and put together what all ranks must know about them."""
+        optimizer, window = self._sharded_optimizer, self._window
+        assert optimizer is not None
+        world, replicas = self._job.world, self._job.mesh.dp_replicate
+        trainable = [b for unit in self._model.units for b in unit.trainable if b.gradients is not None]
+        flags = [touched for b in trainable for touched in b.gradients.touched]  # type: ignore[union-attr]
+        optimizer.attach_gradients()
+        local = report.Local(
+            power_sum=report.power_sum(optimizer.segments, self._norm_order),
+            tokens=float(window.tokens),
+            counted=window.counted,
+            micro_batches=self.micro_steps,
+            losses=float(window.losses),
+            losses_counted=window.backwards,
+            backwards=self._model.backwards_since_step,
+            untouched=flags.count(False),
+            changed_buffers=self._job.buffers.changed(),
+            signature=self._job.signature(),
+        )
+        seen = report.exchange(world, local, self._norm_order, replicas)
+        if seen.untouched:
+            shared = report.union(world, torch.tensor(flags, dtype=torch.uint8, device=world.device), "gradients").tolist()
+            for buffer in trainable:
+                count = len(buffer.parameters)
+                buffer.gradients.touched = [bool(flag) for flag in shared[:count]]  # type: ignore[union-attr]
+                shared = shared[count:]
+            optimizer.attach_gradients()
+        if not math.isfinite(seen.norm) and report.first_not_finite(world, optimizer.segments, self._job.names) is None:
+            exact = report.power_sum(optimizer.segments, self._norm_order, exact=True)  # the squares overflowed, not the gradients
+            seen = report.exchange(world, local.with_power_sum(exact), self._norm_order, replicas)
+        return seen
+
+    def _factor(self, divisor: float) -> float:
+        """What gradient sums are multiplied by: the mean, and the clipping that `clip_grad_norm_` would do."""
+        limit = self.config.gradient_clipping
+        assert self._norm is not None
+        return (min(1.0, limit / (self._norm + 1e-6)) if limit else 1.0) / divisor
+
+    def _report_skip(self, divisor: float) -> None:
+        assert self._sharded_optimizer is not None
+        if not divisor:
+            reason = "the window holds no tokens on any rank"
+        else:
+            name = report.first_not_finite(self._job.world, self._sharded_optimizer.segments, self._job.names)
+            reason = f"the gradient of parameter '{name}' is not finite (the first of those that are not)"
+        self.skipped_steps += 1
+        if self.rank == 0:
+            logger.warning(
+                "step %d skipped: %s; loss scale %g, %d skipped so far",
+                self.global_steps + 1, reason, self._loss_scale.scale, self.skipped_steps,
+            )  # fmt: skip
+
+    def _count(self, stepped: bool, seen: report.Report) -> None:
+        assert self._norm is not None
+        self.metrics = {
+            "loss": seen.mean_loss,
+            "grad_norm": self._norm,
+            "lr": self.get_lr()[0],
+            "tokens": seen.tokens,
+            "loss_scale": self._loss_scale.scale,
+            "skipped_steps": self.skipped_steps,
+        }
+        if stepped and self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        self.micro_steps = 0
+        self._window = _Window()
+        self._model.clear_window()
+        every = self.config.steps_per_print
+        if self.rank == 0 and every and self.global_steps % every == 0:
+            elapsed, self._clock = time.monotonic() - self._clock, time.monotonic()
+            logger.info(
+                "step %d: loss %.4f, grad norm %.4g, lr %.3g, %.1f ms per step, %d skipped",
+                self.global_steps, self.metrics["loss"], self._norm, self.metrics["lr"],
+                1e3 * elapsed / every, self.skipped_steps,
+            )  # fmt: skip
+
+    # -- what scripts ask ---------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Global norm of the last step's mean gradient, before clipping, equal on all ranks; None before the first."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale.scale
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of what this rank has sent."""
+        return self._job.traffic
+
+    @property
+    def units(self) -> list[Unit]:
+        return list(self._model.units)
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of model states alive on this rank, by kind: parameters, master, gradients, optimizer."""
+        return self._job.held_bytes()
+
+    def close(self) -> None:
+        """Detach from the model and give the memory back. Also done when the engine is deleted."""
+        self._job.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_job"):
+            self._job.close()
+
+    # -- inner --------------------------------------------------------------------------------------------------------
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self.zero_grad(set_to_none)
+
+    def _sync(self) -> Sync:
+        """What a backward that begins now does with its gradients."""
+        final = self.micro_steps + 1 >= self.gradient_accumulation_steps
+        per_backward = self._model.plan.policy.shard_gradients
+        return Sync(reduce=self._syncing and (final or per_backward), final=self._syncing and final)
+
+    def _scale_outputs(self, output: Any) -> Any:
+        return map_tensors(output, lambda t: _ScaleGradient.apply(t, self) if t.requires_grad else t)
+
+    def _mean_divisor(self, tokens: float, counted: bool, micro_batches: int) -> float:
+        return tokens if counted else float(max(1, micro_batches) * self.world_size)
+
+    def _divisor(self) -> float:
+        """Of the open window as far as it has come; the micro batch in progress counts once it had a backward."""
+        window = self._window
+        tokens = float(window.tokens)
+        if window.counted:
+            row = torch.tensor([tokens], dtype=torch.float64, device=self._job.world.device)
+            tokens = float(self._job.world.exchange(row, "tokens").sum())
+        begun = self._model.backwards_since_step > self.micro_steps
+        return self._mean_divisor(tokens, window.counted, self.micro_steps + int(begun)) * self._loss_scale.scale
+
+    def _forget(self) -> None:
+        """After an exception: the window starts over."""
+        self._model.reset()
+        if self._sharded_optimizer is not None:
+            self._sharded_optimizer.detach_gradients()
+        self.micro_steps = 0
+        self._window = _Window()
+
+    def _progress(self, phase: str) -> None:
+        self._job.watch.progress = f"step {self.global_steps + 1}, micro batch {self.micro_steps + 1}, {phase}"
+
+
+class _Window:
+    """What the backwards of an open window add up to, on this rank."""
+
+    def __init__(self) -> None:
+        self.tokens: int | torch.Tensor = 0
+        self.losses: float | torch.Tensor = 0.0
+        self.backwards = 0
+        self.counted = False
+
+    def add(self, loss: torch.Tensor, tokens: int | torch.Tensor | None) -> None:
+        if self.backwards and self.counted != (tokens is not None):
+            raise ZerotrainError(
+                "some backwards of this window came with tokens= and others without; give it in all of them or in none"
+            )
+        self.counted = tokens is not None
+        self.losses = self.losses + loss.detach().double()
+        self.backwards += 1
+        if tokens is not None:
+            self.tokens = self.tokens + (tokens.detach() if isinstance(tokens, torch.Tensor) else tokens)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity; its backward multiplies by the loss scale where `loss.backward()` was called without the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, engine: Engine) -> torch.Tensor:  # type: ignore[override]
+        ctx.engine = engine
+        return tensor.view_as(tensor).float() if tensor.dtype == torch.float16 else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        engine: Engine = ctx.engine
+        return (grad if engine._driven else grad * engine.loss_scale), None
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor):
+        raise ZerotrainError("train_batch needs a model that returns its loss: a scalar, `.loss`, or a tuple that starts with it")
+    return loss

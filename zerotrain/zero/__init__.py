@@ -1,0 +1,1 @@
+"""Sharded model states: units, their layout, when they are whole, and the optimizer over fragments."""

@@ -1,0 +1,50 @@
+"""Module buffers (running statistics, counters): exact in their own dtypes, and in step across ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zerotrain.comm import Channel
+from zerotrain.zero.report import union
+
+
+class ModuleBuffers:
+    """The buffers of `model`. After a step, those that changed on any rank take rank 0's bytes on every rank.
+
+    Buffers that never change (masks, rotary tables) cost nothing after the start.
+    """
+
+    def __init__(self, model: nn.Module, world: Channel) -> None:
+        self._model = model
+        self._world = world
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._share(list(self._named()))
+
+    def changed(self) -> int:
+        """How many buffers were written or replaced on this rank since the last look."""
+        return len(self._changed())
+
+    def synchronise(self) -> None:
+        """Give every rank what rank 0 holds in the buffers that any rank changed. Every rank must call this."""
+        named = self._named()
+        mine = self._changed()
+        flags = torch.tensor([name in mine for name in named], dtype=torch.uint8, device=self._world.device)
+        shared = union(self._world, flags, "changed buffers")
+        self._share([name for name, flag in zip(named, shared.tolist(), strict=True) if flag])
+
+    def _share(self, names: list[str]) -> None:
+        named = self._named()
+        for name in names:
+            buffer = named[name].detach()
+            whole = buffer.contiguous()
+            self._world.broadcast(whole, f"buffer '{name}'")
+            if whole.data_ptr() != buffer.data_ptr():
+                buffer.copy_(whole)
+        self._seen = {name: (id(buffer), buffer._version) for name, buffer in named.items()}
+
+    def _changed(self) -> set[str]:
+        return {name for name, b in self._named().items() if self._seen.get(name) != (id(b), b._version)}
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        return dict(self._model.named_buffers())
