@@ -30,7 +30,8 @@ Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    """With an eps that keeps Adam from turning the rounding noise of a gradient near zero into a step."""
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-5)
 
 
 def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -117,24 +118,32 @@ def _oracle(job: Job) -> Record:
         if job.dtype is torch.float32:
             loss = model(*job.batch(step, job.rows))
             loss.backward()
-            record.losses.append(float(loss))
+            record.losses.append(float(loss.detach()))
         else:
             record.losses.append(_low_precision_gradients(job, model, step))
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        record.norms.append(grad_norm(gradients, job.norm_type))
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        record.norms.append(grad_norm((p.grad for p in trained), job.norm_type))
         if job.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip, job.norm_type)
+            torch.nn.utils.clip_grad_norm_(trained, job.clip, job.norm_type)
         record.lrs.append([float(group["lr"]) for group in optimizer.param_groups])
         optimizer.step()
         if scheduler:
             scheduler.step()
-    record.weights = weights_of(model)
+    record.weights = weights_of(model, job.dtype)
     return record
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies by every name, so that tied parameters appear twice."""
-    return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+def weights_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Copies by every name, so that tied parameters appear twice.
+
+    A frozen parameter has no master weight: in a low precision ``dtype`` it is what rounding to that left of it.
+    """
+
+    def copied(p: nn.Parameter) -> Tensor:
+        frozen = not p.requires_grad and dtype is not torch.float32
+        return p.detach().to(dtype).to(p.dtype) if frozen else p.detach().clone()
+
+    return {name: copied(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _low_precision_gradients(job: Job, model: nn.Module, step: int) -> float:
@@ -149,7 +158,7 @@ def _low_precision_gradients(job: Job, model: nn.Module, step: int) -> float:
             inputs = (x.to(job.dtype) if x.is_floating_point() else x for x in job.piece(step, micro, rank))
             loss = low(*inputs)
             (loss * scale).backward()
-            total += float(loss) / pieces
+            total += float(loss.detach()) / pieces
             for master, copied in zip(model.parameters(), low.parameters(), strict=True):
                 if copied.grad is not None:
                     gradient = copied.grad.float() / scale

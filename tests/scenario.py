@@ -133,7 +133,7 @@ def _told_by_torch(scenario: Scenario) -> Told:
         if scenario.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), scenario.clip)
         optimizer.step()
-    told.weights = weights_of(model)
+    told.weights = weights_of(model, scenario.dtype)
     told.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return told
 

@@ -91,4 +91,6 @@ def test_a_batch_is_true_to_what_was_given_or_refused(
         assert train % ((micro or 1) * (accumulation or 1) * world) or (micro and accumulation)
         return
     assert sizes.train == sizes.micro * sizes.accumulation * world
-    assert train in (None, sizes.train) and micro in (None, sizes.micro) and accumulation in (None, sizes.accumulation)
+    assert train in (None, sizes.train)
+    assert micro in (None, sizes.micro)
+    assert accumulation in (None, sizes.accumulation)

@@ -99,7 +99,8 @@ def test_a_faulty_value_is_refused_by_path_with_what_was_found_and_expected(path
 
 
 def test_one_problem_reads_as_one_line() -> None:
-    with pytest.raises(ValueError) as caught:
+    assert issubclass(ConfigError, ValueError)
+    with pytest.raises(ConfigError) as caught:
         load_config({"zero_optimization": {"stage": 4}})
     assert str(caught.value) == "zero_optimization.stage: 4 is not a stage (0, 1, 2 or 3)"
 
@@ -297,7 +298,8 @@ def test_a_config_is_frozen_and_free_of_its_source() -> None:
     source = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "seed": 3}
     config = load_config(source)
     source["optimizer"]["params"]["lr"] = 5.0  # type: ignore[index]
-    assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 0.1}
     with pytest.raises(ValidationError):
         config.seed = 4
     with pytest.raises(ValidationError):
@@ -350,7 +352,8 @@ def test_every_job_of_the_repository_loads(path: Path) -> None:
     config = load_config(path)
     assert path.name == "from-deepspeed.json" or config.ignored_keys == ()
     assert config.batch(2).micro == 8
-    assert config.scheduler is not None and config.scheduler.params["total_num_steps"] == 300
+    assert config.scheduler is not None
+    assert config.scheduler.params["total_num_steps"] == 300
     assert f"| `{path.name}` |" in (CONFIGS / "README.md").read_text(encoding="utf-8")
 
 
@@ -368,7 +371,8 @@ def test_the_readme_has_every_key_with_its_default_and_meaning() -> None:
     assert with_tables(text) == text, "run: python -m zerotrain.config configs/README.md"
     for model in models(Config):
         for name, info in model.model_fields.items():
-            assert f"| `{name}` |" in text and describe(info) in text
+            assert f"| `{name}` |" in text
+            assert describe(info) in text
             if not info.is_required() and section_of(info) is None:
                 assert f"| `{name}` | `{default_of(info)}` |" in text
     assert all(f"`{path}`" in text for path in FOREIGN)
@@ -383,7 +387,8 @@ def test_every_key_is_explained() -> None:
 def test_the_json_schema_describes_every_key_and_closes_every_object() -> None:
     schema = json_schema()
     text = json.dumps(schema)
-    assert '"ge"' not in text and "\\n" not in text
+    assert '"ge"' not in text
+    assert "\\n" not in text
     for path in (*known_paths(Config), *FOREIGN):
         section, _, name = path.rpartition(".")
         holder = schema
@@ -395,4 +400,5 @@ def test_the_json_schema_describes_every_key_and_closes_every_object() -> None:
         assert holder["additionalProperties"] is False
     assert schema["$defs"]["ZeroConfig"]["properties"]["stage"]["enum"] == [0, 1, 2, 3]
     assert schema["properties"]["train_batch_size"]["anyOf"][0] == {"minimum": 1, "type": "integer"}
-    assert schema["properties"]["$schema"] and "ignored_keys" not in schema["properties"]
+    assert schema["properties"]["$schema"]
+    assert "ignored_keys" not in schema["properties"]

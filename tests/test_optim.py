@@ -98,7 +98,8 @@ def test_groups_keep_what_they_say_and_are_not_touched() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
     assert all(group["fused"] for group in optimizer.param_groups)
-    assert groups[1].keys() == {"params", "weight_decay"} and groups[1]["params"] is third
+    assert groups[1].keys() == {"params", "weight_decay"}
+    assert groups[1]["params"] is third
     named: Any = torch.nn.Linear(2, 2).named_parameters()
     assert build_optimizer({"type": "SGD"}, named).param_groups[0]["param_names"] == ["weight", "bias"]
 
@@ -262,7 +263,8 @@ def test_a_tensor_rate_is_filled_in_place() -> None:
     seen = [float(value) for (value,) in rates(scheduler, 4)]
     assert seen == [0, 0, 0.25, 0.5]
     scheduler.load_state_dict({"last_epoch": 2})
-    assert optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.25
 
 
 def test_one_cycle_moves_the_betas_as_deepspeed_does() -> None:
@@ -311,7 +313,7 @@ REFUSED_SCHEDULERS = [
     ("WarmupLRR", {}, 'scheduler.type: "WarmupLRR" is not the name of a known scheduler; did you mean WarmupLR?'),
     ("WarmupCosineLR", {}, "scheduler.params.total_num_steps: missing, and it has no default. Step at which"),
     ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps: 0 is too small (at least 1); left out"),
-    ("WarmupLR", {"warmup_typ": 1}, "scheduler.params.warmup_typ: unknown key; did you mean scheduler.params.warmup_type?"),
+    ("WarmupLR", {"warmup_typ": 1}, "scheduler.params.warmup_typ: unknown key; did you mean scheduler.params.warmup_"),
     ("WarmupLR", {"warmup_type": "lin"}, "scheduler.params.warmup_type: \"lin\" is not one of 'log' or 'linear'; did"),
     ("WarmupLR", {"warmup_max_lr": "0.1"}, 'scheduler.params.warmup_max_lr: "0.1" is not a number, nor a list'),
     ("WarmupLR", {"warmup_max_lr": []}, "scheduler.params.warmup_max_lr: [] is not a number, nor a list"),

@@ -11,7 +11,7 @@ import torch
 import pairwise
 from harness import run
 from models import Shape, TinyLM, token_batch
-from oracle import Job, Record, adamw, assert_equal_to_oracle, check, grad_norm, merge, oracle, weights_of
+from oracle import Job, Record, adamw, assert_equal_to_oracle, check, grad_norm, merge, oracle, trained, weights_of
 
 STAGES = (0, 1, 2, 3)
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -91,7 +91,7 @@ def test_other_world_sizes(stage: int, world: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGES[1:])  # stage 0 shards nothing
 def test_hybrid_sharding(stage: int, dtype: str, accumulation: int) -> None:
     """Shards inside a group of two ranks, replicas across two groups."""
     cell = {**BASE, "stage": stage, "world": 4, "dtype": dtype, "accumulation": accumulation}
@@ -141,8 +141,6 @@ def test_every_configuration_agrees_bit_by_bit(stage: int) -> None:
 
 def test_stages_agree_with_each_other() -> None:
     """The sum over two ranks has one order only, so two ranks give the same bits in every stage."""
-    from oracle import trained
-
     records = [trained(job_of({**BASE, "accumulation": 1, "clip": False, "stage": stage})) for stage in STAGES]
     for stage, record in zip(STAGES, records, strict=True):
         for name, value in records[0].weights.items():

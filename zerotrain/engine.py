@@ -152,7 +152,7 @@ class Engine:
             self._syncing = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the open window. Micro batches counted so far count as empty."""
+        """Forget the gradients of the open window; the step averages over the micro batches that follow in it."""
         del set_to_none
         self._model.clear_window()
         self._window = _Window()
@@ -173,6 +173,7 @@ class Engine:
             self._forget()
             raise ZerotrainError("the last backward did not finish; its window was forgotten, and training can go on")
         self.micro_steps += 1
+        self._window.micro_batches += 1
         at_boundary = self.micro_steps >= self.gradient_accumulation_steps if boundary is None else boundary
         if not at_boundary:
             return False
@@ -196,6 +197,7 @@ class Engine:
                 if index == 0:
                     raise
                 self.micro_steps -= 1
+                self._window.micro_batches -= 1
                 self.step(boundary=True)
                 break
             output = self(**batch) if isinstance(batch, dict) else self(batch)
@@ -217,6 +219,7 @@ class Engine:
         if finite:
             optimizer.step(self._factor(divisor))
             model.updated()
+            model.agree_on_order(lambda mine: self._job.world.exchange_object(mine, "order of units"))
         else:
             self._report_skip(divisor)
             optimizer.detach_gradients()
@@ -231,14 +234,13 @@ class Engine:
         optimizer, window = self._sharded_optimizer, self._window
         assert optimizer is not None
         world, replicas = self._job.world, self._job.mesh.dp_replicate
-        trainable = [b for unit in self._model.units for b in unit.trainable if b.gradients is not None]
-        flags = [touched for b in trainable for touched in b.gradients.touched]  # type: ignore[union-attr]
-        optimizer.attach_gradients()
+        trainable = [b.gradients for unit in self._model.units for b in unit.trainable if b.gradients is not None]
+        flags = [touched for gradients in trainable for touched in gradients.touched]
         local = report.Local(
             power_sum=report.power_sum(optimizer.segments, self._norm_order),
             tokens=float(window.tokens),
             counted=window.counted,
-            micro_batches=self.micro_steps,
+            micro_batches=window.micro_batches,
             losses=float(window.losses),
             losses_counted=window.backwards,
             backwards=self._model.backwards_since_step,
@@ -249,11 +251,10 @@ class Engine:
         seen = report.exchange(world, local, self._norm_order, replicas)
         if seen.untouched:
             shared = report.union(world, torch.tensor(flags, dtype=torch.uint8, device=world.device), "gradients").tolist()
-            for buffer in trainable:
-                count = len(buffer.parameters)
-                buffer.gradients.touched = [bool(flag) for flag in shared[:count]]  # type: ignore[union-attr]
-                shared = shared[count:]
-            optimizer.attach_gradients()
+            for gradients in trainable:
+                gradients.touched = [bool(flag) for flag in shared[: len(gradients.touched)]]
+                shared = shared[len(gradients.touched) :]
+        optimizer.attach_gradients()
         if not math.isfinite(seen.norm) and report.first_not_finite(world, optimizer.segments, self._job.names) is None:
             exact = report.power_sum(optimizer.segments, self._norm_order, exact=True)  # the squares overflowed, not the gradients
             seen = report.exchange(world, local.with_power_sum(exact), self._norm_order, replicas)
@@ -370,8 +371,8 @@ class Engine:
         if window.counted:
             row = torch.tensor([tokens], dtype=torch.float64, device=self._job.world.device)
             tokens = float(self._job.world.exchange(row, "tokens").sum())
-        begun = self._model.backwards_since_step > self.micro_steps
-        return self._mean_divisor(tokens, window.counted, self.micro_steps + int(begun)) * self._loss_scale.scale
+        begun = self._model.backwards_since_step > window.micro_batches
+        return self._mean_divisor(tokens, window.counted, window.micro_batches + int(begun)) * self._loss_scale.scale
 
     def _forget(self) -> None:
         """After an exception: the window starts over."""
@@ -391,6 +392,7 @@ class _Window:
     def __init__(self) -> None:
         self.tokens: int | torch.Tensor = 0
         self.losses: float | torch.Tensor = 0.0
+        self.micro_batches = 0
         self.backwards = 0
         self.counted = False
 

@@ -290,7 +290,7 @@ class _Builder:
             group_of=lambda parameter: group_of.get(parameter, len(group_of)),
         )
         units = build_units(self.request.model, plan, channels.world, options)
-        gathers = GatherSchedule(zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0, zero.reshard_after_forward)
+        gathers = GatherSchedule(units, zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0, zero.reshard_after_forward)
         return ShardedModel(self.request.model, units, plan, gathers, lambda: Sync(reduce=True, final=True))
 
     def _scheduler(self, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -44,7 +44,12 @@ class ModuleBuffers:
         self._seen = {name: (id(buffer), buffer._version) for name, buffer in named.items()}
 
     def _changed(self) -> set[str]:
-        return {name for name, b in self._named().items() if self._seen.get(name) != (id(b), b._version)}
+        """Native kernels write running statistics without a trace, but their modules count as well: one that changed any
+        buffer is taken to have changed all of its own."""
+        named = self._named()
+        written = {name for name, b in named.items() if self._seen.get(name) != (id(b), b._version)}
+        owners = {name.rpartition(".")[0] for name in written}
+        return {name for name in named if name.rpartition(".")[0] in owners}
 
     def _named(self) -> dict[str, torch.Tensor]:
         return dict(self._model.named_buffers())

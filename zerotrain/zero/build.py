@@ -114,4 +114,4 @@ def check_model(model: nn.Module) -> None:
     if any(device.type == "meta" for device in devices):
         raise ValueError("the model is on the meta device and has no values; materialise it (model.to_empty, then its initialisation)")
     if not devices:
-        raise ValueError("the model has no parameters")
+        raise ValueError("the model has no parameters, so nothing in it is trainable")

@@ -51,6 +51,12 @@ class Segment:
         assert gradients is not None
         return [gradients.touched[slot] for slot in self.slots]
 
+    def gradient(self) -> torch.Tensor | None:
+        """The segment's part of the reduced sums; None before anything was reduced."""
+        gradients = self.buffer.gradients
+        assert gradients is not None
+        return None if gradients.settled is None else gradients.settled[self.start : self.stop]
+
     @property
     def start(self) -> int:
         return self.fragments[0].offset
@@ -194,9 +200,8 @@ class ShardedOptimizer:
             self.segments = segments
             self._point_groups()
         for segment in self.segments:
-            gradients = segment.buffer.gradients
-            if gradients is not None and gradients.settled is not None and segment.touched()[0]:
-                segment.tensor.grad = gradients.settled[segment.start : segment.stop]
+            if segment.touched()[0]:
+                segment.tensor.grad = segment.gradient()
 
     def step(self, factor: float) -> None:
         """Step with the attached gradients times `factor`.

@@ -55,7 +55,7 @@ def power_sum(segments: Sequence[Segment], p: float, exact: bool = False) -> flo
 
     `exact` works in fp64 throughout: large but finite fp32 gradients overflow when they are squared.
     """
-    grads = [s.tensor.grad for s in segments if s.tensor.grad is not None]
+    grads = [grad for grad in (s.gradient() for s in segments) if grad is not None]
     if not grads:
         return 0.0
     found = torch._foreach_norm(grads, p, dtype=torch.float64 if exact else None)
@@ -124,7 +124,7 @@ def first_not_finite(channel: Channel, segments: Sequence[Segment], places: Sequ
     order = {name: place for place, name in enumerate(places)}
     first = len(places)
     for segment in segments:
-        grad = segment.tensor.grad
+        grad = segment.gradient()
         if grad is None or bool(torch.isfinite(grad).all()):
             continue
         for fragment in segment.fragments:

@@ -1,12 +1,14 @@
 """When units are gathered, reduced and released: orders that every rank follows alike.
 
-Collectives of one channel must come in the same order on every rank, while autograd on each rank reaches units in its
-own order, or not at all (a loss that ignores a branch on one rank). So both channels follow a list, not the events:
-a unit that is needed pulls along all that stand before it, and the end of a backward pulls along the rest.
+Collectives of one channel must come in the same order on every rank, while each rank reaches units in its own order, or
+not at all: a branch taken on one rank only, a loss that ignores a part of the model. So both channels follow a list, not
+the events: a unit that is needed pulls along all that stand before it, and the end of a pass pulls along the rest. A unit
+that this rank does not use is gathered with the others and given back at once.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,110 +28,165 @@ class Sync:
     """Sum over the replicas too: the optimizer steps next."""
 
 
-class GatherSchedule:
-    """Forward: the units in the order of the last forward, one gathered ahead. Backward: the reverse of this forward."""
+class Pass(enum.Enum):
+    """What is under way, and what the list of units means for it."""
 
-    def __init__(self, prefetch_elements: int, reshard_after_forward: bool) -> None:
-        self.reshard_after_forward = reshard_after_forward
+    NONE = "nothing; units are gathered as they are used"
+    EVALUATION = "a forward without gradients; the list is that of the last one, a guess at what to gather ahead"
+    FORWARD = "a training forward; every unit of the list is gathered once"
+    BACKWARD = "a backward; every unit of the list is gathered once"
+
+
+class GatherSchedule:
+    """Training forwards gather every unit once in `order`, backwards once in the reverse, one unit ahead of its use.
+
+    `order` starts as the order of the modules and becomes, once, the order in which the ranks were seen to use them.
+    Passes without gradients gather what they use; there the ranks must use the same.
+    """
+
+    def __init__(self, units: Sequence[Unit], prefetch_elements: int, reshard_after_forward: bool) -> None:
+        self.order = [unit for unit in units if unit.sharded]
+        self.seen: list[Unit] = []
+        """Units in the order of the last training forward on this rank."""
+        self._reshard_after_forward = reshard_after_forward
         self._prefetch_elements = prefetch_elements
-        self._expected: list[Unit] = []
-        self._order: list[Unit] = []
-        self._position = 0
-        self._idle: list[Unit] = []
-        self._used: list[Unit] = []
+        self._pass = Pass.NONE
         self._program: list[Unit] = []
         self._cursor = 0
+        self._ahead: Unit | None = None
+        self._idle: list[Unit] = []
+        self._used: set[Unit] = set()
+        self._visited: list[Unit] = []
+        self._last_evaluation: list[Unit] = []
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, forget: bool) -> None:
-        """`forget`: the graphs of earlier forwards have been consumed, only this one's uses count for the backward."""
-        self._order, self._position = [], 0
-        if forget:
-            self._used = []
+    def begin_forward(self, training: bool) -> None:
+        self._pass = Pass.FORWARD if training else Pass.EVALUATION
+        self._program, self._cursor = list(self.order if training else self._last_evaluation), 0
+        self._visited = []
 
-    def enter(self, unit: Unit, differentiable: bool) -> None:
+    def enter(self, unit: Unit) -> None:
         """A module of `unit` is about to compute in the forward pass."""
+        if not unit.sharded:
+            unit.wait()
+            return
         if unit in self._idle:
             self._idle.remove(unit)
-        for idle in self._idle:
-            self._leave(idle)
-        self._idle = []
-        if not self._order or self._order[-1] is not unit:
-            self._order.append(unit)
-            if differentiable:
-                self._used.append(unit)
-        unit.wait()
-        following = self._following(unit)
-        if following is not None:
-            self._prefetch(following)
+        self._leave_idle()
+        if not self._visited or self._visited[-1] is not unit:
+            self._visited.append(unit)
+        if self._pass is Pass.FORWARD:
+            self._used.add(unit)
+        self._reach(unit)
 
     def exit(self, unit: Unit) -> None:
         """No module of `unit` is computing any more; it is released when another unit begins, unless it goes on."""
-        if unit not in self._idle:
+        if unit.sharded and unit not in self._idle:
             self._idle.append(unit)
 
-    def end_forward(self, keep_last: bool) -> None:
-        """`keep_last`: a backward will begin with the unit that was used last."""
-        last = self._order[-1] if keep_last and self._order else None
-        for unit in self._idle:
-            if unit is not last:
+    def end_forward(self) -> None:
+        """After a training forward the unit that a backward will begin with stays whole, the same one on every rank."""
+        if self._pass is Pass.FORWARD:
+            for unit in self._program[self._cursor :]:
+                unit.wait()
+                self._idle.append(unit)
+            self.seen = list(dict.fromkeys(self._visited))
+            self._leave_idle(but=self.order[-1] if self.order else None)
+        else:
+            self._last_evaluation = self._visited
+            self._leave_ahead(None)
+            self._leave_idle()
+        self._end()
+
+    def _leave_idle(self, but: Unit | None = None) -> None:
+        idle, self._idle = self._idle, []
+        for unit in idle:
+            if unit is not but and (self._reshard_after_forward or self._pass is not Pass.FORWARD):
                 self._leave(unit)
-        self._idle = []
-        self._expected = self._order
 
     def _leave(self, unit: Unit) -> None:
-        if unit.running == 0 and not unit.pinned and (self.reshard_after_forward or not self._used):
+        if unit.running == 0 and not unit.pinned:
             unit.release()
-
-    def _following(self, unit: Unit) -> Unit | None:
-        try:
-            place = self._expected.index(unit, self._position)
-        except ValueError:
-            return None
-        self._position = place + 1
-        return self._expected[place + 1] if place + 1 < len(self._expected) else None
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Each unit once, in the reverse order of its last use."""
-        self._program = list(dict.fromkeys(reversed(self._used)))
-        self._cursor = 0
+        self._pass = Pass.BACKWARD
+        self._program, self._cursor = list(reversed(self.order)), 0
 
     def need(self, unit: Unit) -> None:
-        """The backward is about to use `unit`."""
-        if unit in self._program[self._cursor :]:
-            stop = self._program.index(unit, self._cursor) + 1
-            for earlier in self._program[self._cursor : stop]:
-                earlier.gather()
-            self._cursor = stop
-        unit.wait()
-        if self._cursor < len(self._program) and self._prefetch(self._program[self._cursor]):
-            self._cursor += 1
+        """The backward, or a recomputation inside it, is about to use `unit`."""
+        if unit.sharded:
+            self._reach(unit)
 
     def end_backward(self) -> None:
         """Take part in the gathers that this rank's graph did not reach and another's may have."""
         for unit in self._program[self._cursor :]:
             unit.gather()
-        self._program, self._cursor = [], 0
+        self._end()
 
-    def _prefetch(self, unit: Unit) -> bool:
-        if unit.residence is Residence.SHARDED and unit.numel > self._prefetch_elements:
-            return False
-        unit.gather()
-        return True
+    def forget_graphs(self) -> None:
+        """The forwards so far need no backward any more."""
+        self._used.clear()
 
     def reset(self) -> None:
-        """After an exception: no forward or backward is under way."""
-        self._idle, self._used, self._program, self._cursor = [], [], [], 0
+        """After an exception: nothing is under way."""
+        self._idle = []
+        self._used.clear()
+        self._end()
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def _reach(self, unit: Unit) -> None:
+        """Make `unit` whole, after the units before it in the list, and start on the one behind it."""
+        try:
+            place = self._program.index(unit, self._cursor)
+        except ValueError:  # used again, or in another order: alike on every rank, or the watch will say so
+            unit.wait()
+            return
+        passed, self._cursor = self._program[self._cursor : place], place + 1
+        if self._pass is Pass.EVALUATION:
+            self._leave_ahead(unit)
+        else:
+            for skipped in passed:
+                skipped.gather()
+                if self._pass is Pass.FORWARD or skipped not in self._used:
+                    skipped.wait()
+                    self._leave(skipped)
+        unit.wait()
+        following = self._program[self._cursor] if self._cursor < len(self._program) else None
+        if following is not None and following.numel <= self._prefetch_elements:
+            following.gather()
+            self._ahead = following
+
+    def _leave_ahead(self, unit: Unit | None) -> None:
+        """An evaluation that gathered ahead what it then did not use gives it back."""
+        if self._ahead is not None and self._ahead is not unit:
+            self._leave(self._ahead)
+        self._ahead = None
+
+    def _end(self) -> None:
+        self._pass, self._program, self._cursor, self._ahead = Pass.NONE, [], 0, None
+
+
+def merge_orders(orders: Sequence[Sequence[Unit]]) -> list[Unit]:
+    """One order with every unit of `orders`: the first as it is, of the others what is new, behind what precedes it there."""
+    merged: list[Unit] = []
+    for order in orders:
+        for place, unit in enumerate(order):
+            if unit not in merged:
+                merged.insert(merged.index(order[place - 1]) + 1 if place else 0, unit)
+    return merged
 
 
 class ReduceSchedule:
     """Reductions in an order that all ranks agreed on, started as units complete, `IN_FLIGHT` under way at a time."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.order = [unit for unit in units if unit.trainable]
+        self.order = [unit for unit in reversed(units) if unit.trainable]
+        self.seen: list[Unit] = []
+        """Units in the order in which the last backward completed them on this rank."""
         self._missing: dict[Unit, int] = {}
         self._deferred: frozenset[Unit] = frozenset()
         self._cursor = 0
@@ -142,6 +199,7 @@ class ReduceSchedule:
         """`deferred` units may get gradients in several rounds (reentrant recomputation) and are reduced at the end."""
         self._missing = {unit: sum(len(b.parameters) for b in unit.trainable) for unit in self.order}
         self._cursor = 0
+        self.seen = []
         self._sync = sync
         self._deferred = deferred
 
@@ -153,6 +211,8 @@ class ReduceSchedule:
         """One more gradient of `unit` is in place. True when that completes the unit."""
         self._missing[unit] -= 1
         complete = self._missing[unit] == 0
+        if complete:
+            self.seen.append(unit)
         if complete and self._sync.reduce:
             while self._cursor < len(self.order) and self._ready(self.order[self._cursor]):
                 self._launch(self.order[self._cursor])

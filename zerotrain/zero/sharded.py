@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from zerotrain.comm import torch_compat
 from zerotrain.errors import ReleasedParameterError, ZerotrainError
 from zerotrain.zero import hooks
 from zerotrain.zero.gradients import Partition
-from zerotrain.zero.schedule import GatherSchedule, ReduceSchedule, Sync
+from zerotrain.zero.schedule import GatherSchedule, ReduceSchedule, Sync, merge_orders
 from zerotrain.zero.unit import FlatBuffer, Residence, Unit
 
 
@@ -61,6 +62,8 @@ class ShardedModel:
         self._open_inputs: dict[Unit, int] = {}
         self._unrecorded: dict[Unit, Counter[nn.Module]] = {}
         self._training_forward = False
+        self._exception: BaseException | None = None
+        self._agreed = False
         self._places: dict[nn.Parameter, Place] = {}
         self._units_of: dict[nn.Module, list[Unit]] = {}
         self._owners: list[tuple[dict[str, Any], str, nn.Parameter, str]] = []
@@ -102,16 +105,23 @@ class ShardedModel:
             self.reset()  # an exception ended the last backward
         if self._depth == 0 and not self.in_backward:
             self.check_parameters()
-            self._training_forward = torch.is_grad_enabled()
             if self._consumed:
                 self._forget_graphs()
-            self.gathers.begin_forward(forget=False)
+            self._training_forward = torch.is_grad_enabled()
+            self._exception = sys.exception()
+            self.gathers.begin_forward(self._training_forward)
         self._depth += 1
 
     def end_forward(self) -> None:
+        """It has ended, perhaps by an exception; then the window's earlier micro batches are kept."""
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and not self.in_backward:
-            self.gathers.end_forward(keep_last=self._training_forward)
+        if self._depth or self.in_backward:
+            return
+        if sys.exception() is self._exception:
+            self.gathers.end_forward()
+        else:
+            self._release_all()
+        self._exception = None
 
     def _forget_graphs(self) -> None:
         """The graphs of the forwards before the last backward are done with."""
@@ -119,19 +129,16 @@ class ShardedModel:
         self.generation += 1
         self._open_inputs.clear()
         self._unrecorded.clear()
-        self.gathers.begin_forward(forget=True)
-        for unit in self.units:
-            unit.pinned = False
+        self.gathers.forget_graphs()
 
     def enter(self, unit: Unit, module: nn.Module) -> None:
         unit.running += 1
         if self.in_backward:  # recomputation
             self.gathers.need(unit)
             return
-        recorded = torch.is_grad_enabled()
-        if self._training_forward and not recorded:
+        if self._training_forward and not torch.is_grad_enabled():
             self._unrecorded.setdefault(unit, Counter())[module] += 1
-        self.gathers.enter(unit, differentiable=recorded or self._training_forward)
+        self.gathers.enter(unit)
 
     def exit(self, unit: Unit) -> None:
         unit.running = max(0, unit.running - 1)
@@ -173,7 +180,9 @@ class ShardedModel:
         )
 
     def enter_backward(self, unit: Unit) -> None:
+        """The backward is about to go through `unit`. One that itself is recorded needs the values again later."""
         self.begin_backward()
+        unit.pinned = unit.pinned or torch.is_grad_enabled()
         self.gathers.need(unit)
 
     def gradient_arrived(self, unit: Unit, buffer: FlatBuffer, index: int, grad: torch.Tensor) -> None:
@@ -219,17 +228,33 @@ class ShardedModel:
         """Forget the gradients since the last step."""
         self.reductions.clear()
         self.backwards_since_step = 0
+        for unit in self.units:
+            unit.pinned = False
 
     def reset(self) -> None:
         """After an exception: nothing is under way, the open window's gradients are forgotten."""
         self.in_backward, self._depth = False, 0
-        self._consumed = False
-        self.gathers.reset()
         self._forget_graphs()
         self.clear_window()
+        self._release_all()
+
+    def _release_all(self) -> None:
+        self.gathers.reset()
         for unit in self.units:
             unit.running = 0
             unit.release()
+
+    def agree_on_order(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Once, after the first step: units follow each other as the ranks were seen to use them."""
+        if self._agreed:
+            return
+        self._agreed = True
+        place = {unit: index for index, unit in enumerate(self.units)}
+        everyone = exchange(([place[u] for u in self.gathers.seen], [place[u] for u in self.reductions.seen]))
+        forwards = [[self.units[i] for i in forward] for forward, _ in everyone]
+        backwards = [[self.units[i] for i in backward] for _, backward in everyone]
+        self.gathers.order = merge_orders([*forwards, self.gathers.order])
+        self.reductions.order = merge_orders([*backwards, self.reductions.order])
 
     # -- around a step ------------------------------------------------------------------------------------------------
 
@@ -268,7 +293,6 @@ class ShardedModel:
                 buffer.bump_versions()
         for unit in self.units:
             if unit.sharded:
-                unit.pinned = False
                 unit.release()
             elif unit.gathers:
                 unit.rebuild()
