@@ -10,8 +10,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  (imported once here, or every forked worker imports it on its first optimizer step)
-import torch.utils.checkpoint  # noqa: F401
+import torch._dynamo
+import torch.utils.checkpoint
 
 torch.set_num_threads(1)
 

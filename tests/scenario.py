@@ -208,7 +208,11 @@ def _close(got: Any, want: Any, what: str, rtol: float, atol: float) -> None:
         return tensor.double() if tensor.is_floating_point() else tensor
 
     torch.testing.assert_close(
-        pytree.tree_map(wide, got), pytree.tree_map(wide, want), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+        pytree.tree_map(wide, got),
+        pytree.tree_map(wide, want),
+        rtol=rtol,
+        atol=atol,
+        msg=lambda text: f"{what}: {text}",
     )
 
 

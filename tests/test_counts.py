@@ -20,9 +20,9 @@ GRADIENTS = ("reduce_scatter", "all_reduce")
 
 
 class Stack(nn.Module):
-    """Enough parameters (16 units of 8,320) that scalars do not show in a figure per parameter."""
+    """Enough units (48 of 8,384 parameters) that neither scalars nor the last unit show in a figure per parameter."""
 
-    def __init__(self, depth: int = 16, width: int = 64) -> None:
+    def __init__(self, depth: int = 48, width: int = 64) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width, width) for _ in range(depth))
 
@@ -90,11 +90,15 @@ def test_bytes_with_accumulation(stage: int) -> None:
 @stages
 def test_bytes_in_bf16(stage: int) -> None:
     """Weights travel in bf16 (2 bytes); gradients in what communication_data_type says."""
-    weights = 2 * (2.0 if stage == 3 else 1.0)
+    weights = 2 * (2 * 2.0 if stage == 3 else 2.0) / 2
     for kind, size in (("bf16", 2.0), ("fp32", 4.0)):
-        ranks = traffic_of_a_step(2, stage, bf16={"enabled": True}, communication_data_type=kind)
-        assert bytes_per_parameter(ranks) == pytest.approx(weights + size, rel=0.02) or stage == 0, kind
-        assert bytes_per_parameter(ranks) <= 1.02 * (2 * size + weights)
+        measured = bytes_per_parameter(
+            traffic_of_a_step(2, stage, bf16={"enabled": True}, communication_data_type=kind)
+        )
+        if stage == 0:  # no weights travel; the summed gradients go back in fp32 or as they came
+            assert 2 * size * 0.98 <= measured <= (size + 4.0) * 1.02, kind
+            continue
+        assert measured == pytest.approx(weights + size, rel=0.02), kind
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -111,9 +115,10 @@ def test_collectives_per_step(stage: int, accumulation: int) -> None:
 
     for calls, units in run(2, body):
         assert units >= 6
-        gathers = {1: 1, 2: 1, 3: 2 * accumulation}[stage]
+        # At stage 3 the last unit of the forward is the first of the backward, and stays.
+        gathers = {1: units, 2: units, 3: (2 * units - 1) * accumulation}[stage]
         reductions = {1: 1, 2: accumulation, 3: accumulation}[stage]
-        assert calls["all_gather"] == gathers * units
+        assert calls["all_gather"] == gathers
         assert sum(calls.get(kind, 0) for kind in GRADIENTS) == reductions * units
         assert calls.get("broadcast", 0) == 0
         assert calls.get("scalars", 0) <= 2 + accumulation
@@ -127,11 +132,9 @@ def test_ranks_send_alike() -> None:
         assert max(sent) <= 1.05 * min(sent), f"stage {stage}: {sent}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hybrid_bytes(stage: int) -> None:
     """Two groups of two: gathers inside a group; gradients inside, then each shard across."""
-    if stage == 0:
-        pytest.skip("stage 0 shards nothing")
     measured = bytes_per_parameter(traffic_of_a_step(4, stage, zero={"shard_group_size": 2}))
     # Inside: each of four ranks sends half of the unit. Across: the halves of two ranks are summed, 2 * (1/2) per rank.
     inside, across = 4 * 0.5 * 4, 4 * 0.5 * 4
@@ -157,16 +160,16 @@ def test_counters_agree_with_the_interface(stage: int) -> None:
 
     def body(rank: int) -> tuple[float, int]:
         engine = engine_for(Stack(depth=8, width=256), stage)
-        for step in range(2):
+        for _ in range(2):
             engine.backward(engine(torch.ones(1, 256)))
             engine.step()
         ratios = []
-        for attempt in range(3):  # other processes use the interface too: the quietest of three windows counts
+        for _ in range(3):  # other processes use the interface too: the quietest of three windows counts
             engine.traffic.reset()
             dist.barrier()
             time.sleep(0.05)
             before = loopback_bytes()
-            for step in range(4):
+            for _ in range(4):
                 engine.backward(engine(torch.ones(1, 256)))
                 engine.step()
             dist.barrier()

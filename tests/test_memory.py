@@ -1,4 +1,4 @@
-"""Model states take what the formulas say, counted over live storages: a share of the states and few units in flight."""
+"""Model states take what the formulas say, counted over live storages: a share of each, and few units in flight."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_held_inside_a_window(stage: int, mode: dict[str, Any], world: int) -> N
         # What may be in flight is at most two units of parameters and two of gradients.
         slack = 2 * UNIT * (2 if mode else 4) + 2 * UNIT * 4 if stage >= 2 else 0
         assert measured >= 0.98 * want, f"{measured / parameters:.3f} bytes per parameter, {want / parameters:.3f}"
-        assert measured <= 1.02 * want + slack, f"{measured / parameters:.3f} bytes per parameter, {want / parameters:.3f}"
+        assert measured <= 1.02 * want + slack, (
+            f"{measured / parameters:.3f} bytes per parameter, {want / parameters:.3f}"
+        )
         assert set(held) >= {"parameters", "gradients", "optimizer", "master"}
         assert sum(held.values()) == pytest.approx(measured, rel=0.02, abs=slack + 1)
 
@@ -130,8 +132,9 @@ def test_share_of_one_in_1024_ranks(stage: int, mode: dict[str, Any]) -> None:
 
     def body(rank: int) -> tuple[int, int, int]:
         import torch.distributed as dist
-        import zerotrain
         from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        import zerotrain
 
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
         gc.collect()
@@ -152,8 +155,8 @@ def test_share_of_one_in_1024_ranks(stage: int, mode: dict[str, Any]) -> None:
     unit = width * width + width
     slack = (2 * unit * (2 if mode else 4) + 2 * unit * 4) if stage >= 2 else 0
     assert 0.98 * want <= measured <= 1.02 * want + slack, (measured / parameters, want / parameters)
-    if stage == 3:  # between micro batches nothing is in flight: the share alone
-        assert held <= 1.02 * want + 64 * depth, (held, want)
+    if stage == 3:  # between micro batches no gradient is in flight, and at most the buffers of two units
+        assert held <= 1.02 * want + 2 * unit * (2 if mode else 4) + 64 * depth, (held, want)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

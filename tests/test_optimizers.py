@@ -100,9 +100,7 @@ def whole_matrix_optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Opt
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["Adafactor", "LBFGS", "Muon", "SparseAdam", "Normalised", "transformers.Adafactor"]
-)
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam", "Normalised", "transformers.Adafactor"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_that_need_whole_matrices_are_refused(stage: int, name: str) -> None:
     make = whole_matrix_optimizers()[name]
@@ -227,7 +225,7 @@ def test_parameters_outside_every_group(stage: int) -> None:
     """A trainable parameter that the optimizer was not given stays as it is, and the norm is that of the others."""
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(list(model.layers[0].parameters()) + [model.layers[2].bias], lr=1e-2)  # type: ignore
+        return torch.optim.AdamW([*model.layers[0].parameters(), model.layers[2].bias], lr=1e-2)
 
     check(regression_job(stage=stage, optimizer=optimizer))
 
@@ -365,9 +363,7 @@ def test_clipping_norms(stage: int, norm_type: float, dtype: torch.dtype) -> Non
 def test_clipping_norms_with_replicas(stage: int, norm_type: float) -> None:
     """Replicas must not be counted twice."""
     build = partial(TinyLM, Shape(tied=True, frozen=True))
-    check(
-        Job(build, token_batch, stage=stage, world=4, norm_type=norm_type, clip=0.05, zero={"shard_group_size": 2})
-    )
+    check(Job(build, token_batch, stage=stage, world=4, norm_type=norm_type, clip=0.05, zero={"shard_group_size": 2}))
 
 
 @stages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness import run
 from models import Regression, Shape, TinyLM, token_batch, vector_batch
 from oracle import Job, check, full_weights, warmup
-from scenario import STAGES, engine_for
+from scenario import STAGES, engine_for, settings
 
 stages = pytest.mark.parametrize("stage", STAGES)
 MODES: dict[str, dict[str, Any]] = {
@@ -24,23 +24,29 @@ MODES: dict[str, dict[str, Any]] = {
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-class Poisoned(nn.Module):
-    """Its second layer's bias gets the gradient ``poison`` (0, inf or nan) on top; nothing else is touched."""
+class PoisonedLinear(nn.Linear):
+    """Adds ``poison`` (0, inf or nan) to the gradient of its bias, and touches nothing else."""
 
+    poison = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias * 1.0
+        if bias.requires_grad:
+            poison = self.poison
+            bias.register_hook(lambda gradient: gradient + poison)
+        return nn.functional.linear(x, self.weight, bias)
+
+
+class Poisoned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList([nn.Linear(8, 8), PoisonedLinear(8, 8), nn.Linear(8, 8)])
 
     def forward(self, x: Tensor, poison: float) -> Tensor:
+        self.layers[1].poison = poison
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        loss = x.float().square().mean()
-        if poison:
-            # 0 * p has the value 0; its gradient is multiplied by the poison on its way back.
-            bad = self.layers[1].bias * 0.0
-            bad.register_hook(lambda gradient: torch.full_like(gradient, poison))
-            loss = loss + bad.sum().float()
-        return loss
+        return x.float().square().mean()
 
 
 def gate(model: nn.Module) -> torch.optim.Optimizer:
@@ -69,7 +75,6 @@ def test_skipped_on_all_ranks_alike(stage: int, mode: str, poison: float) -> Non
         torch.manual_seed(4)
         model = Poisoned()
         optimizer = gate(model)
-        from scenario import settings
 
         config = settings(stage, accumulation=2, gradient_clipping=0.1, **MODES[mode])
         scheduler = warmup(optimizer)

@@ -235,9 +235,7 @@ def test_incomplete_windows(stage: int) -> None:
 
 @stages
 def test_incomplete_window_in_bf16(stage: int) -> None:
-    scenario = Scenario(
-        Regression, ordinary, stage, accumulation=3, windows=(3, 2, 3), dtype=torch.bfloat16, clip=0.05
-    )
+    scenario = Scenario(Regression, ordinary, stage, accumulation=3, windows=(3, 2, 3), dtype=torch.bfloat16, clip=0.05)
     play(scenario, rtol=1e-4, atol=5e-5)
 
 

@@ -22,6 +22,7 @@ from zerotrain.zero.access import Access
 from zerotrain.zero.hooks import Hook, map_tensors
 from zerotrain.zero.loss_scale import LossScale
 from zerotrain.zero.schedule import Sync
+from zerotrain.zero.thaw import thaw
 from zerotrain.zero.unit import Unit
 
 __all__ = ["Engine", "initialize"]
@@ -95,6 +96,7 @@ class Engine:
         self._clock = time.monotonic()
         self._access = Access(job.model, job.sharded_optimizer, job.world, self._divisor)
         self._model.sync = Hook(self, Engine._sync)
+        self._model.on_thaw = Hook(self, Engine._thaw)
         if job.config.fp16.enabled:
             self._model.on_output = Hook(self, Engine._scale_outputs)
         if self.optimizer is not None:
@@ -355,8 +357,11 @@ class Engine:
     def _sync(self) -> Sync:
         """What a backward that begins now does with its gradients."""
         final = self.micro_steps + 1 >= self.gradient_accumulation_steps
-        per_backward = self._model.plan.policy.shard_gradients
-        return Sync(reduce=self._syncing and (final or per_backward), final=self._syncing and final)
+        syncing = self._syncing and not self._model.alone
+        return Sync(reduce=syncing and (final or self._model.plan.policy.shard_gradients), final=syncing and final)
+
+    def _thaw(self) -> None:
+        thaw(self._access, self._job.options)
 
     def _scale_outputs(self, output: Any) -> Any:
         return map_tensors(output, lambda t: _ScaleGradient.apply(t, self) if t.requires_grad else t)

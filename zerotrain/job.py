@@ -71,8 +71,10 @@ class Job:
     buffers: ModuleBuffers
     compute_dtype: torch.dtype | None
     loss_scale: LossScale
+    options: BuildOptions
     names: list[str] = field(default_factory=list)
     """Every parameter's name, in the order of the model."""
+
 
     @property
     def world(self) -> Channel:
@@ -130,15 +132,19 @@ class Channels:
             ranks, group = mesh.new_group(groups)
             return Channel(name, ranks, traffic, watch, group)
 
+        # Control messages use the job's own group: no set-up is needed before ranks can be told of each other's errors,
+        # and a rank that has ended is noticed at once.
+        world = Channel("control", range(mesh.world_size), traffic, watch)
+        world.exchange_object(mesh, "start of an engine")
         return cls(
-            world=channel("control", [list(range(mesh.world_size))]),
+            world=world,
             gather=channel("gather", mesh.shard_groups()),
             reduce=channel("reduce", mesh.shard_groups()),
             replicate=channel("replicate", mesh.replicate_groups()),
         )
 
     def close(self) -> None:
-        for channel in (self.world, self.gather, self.reduce, self.replicate):
+        for channel in (self.gather, self.reduce, self.replicate):
             group, channel.group = channel.group, None
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -156,13 +162,15 @@ def set_up(request: Request) -> Job:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     traffic, watch = Traffic(), Watch(f"zerotrain/{next(_engines)}", config.mismatch_timeout)
-    channels = Channels.open(mesh, traffic, watch)
     watch.start()
+    channels = None
     try:
+        channels = Channels.open(mesh, traffic, watch)
         return _Builder(request, config, batch, mesh, traffic, watch, channels).build()
     except BaseException:
         watch.stop()
-        channels.close()
+        if channels is not None:
+            channels.close()
         raise
 
 
@@ -182,7 +190,8 @@ class _Builder:
         optimizer = self._agree()
         compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
         names = [name for name, _ in model.named_parameters()]
-        sharded = self._shard(device, compute, optimizer)
+        options = self._options(device, compute, optimizer)
+        sharded = self._shard(options)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
         buffers = ModuleBuffers(model, self.channels.world)
@@ -196,7 +205,7 @@ class _Builder:
             config=config, batch=self.batch, mesh=self.mesh, device=device, module=model, traffic=self.traffic,
             watch=self.watch, channels=self.channels, model=sharded, sharded_optimizer=sharded_optimizer,
             optimizer=optimizer, lr_scheduler=scheduler, loader=self._loader(device), buffers=buffers,
-            compute_dtype=compute, loss_scale=self._loss_scale(), names=names,
+            compute_dtype=compute, loss_scale=self._loss_scale(), options=options, names=names,
         )  # fmt: skip
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -266,9 +275,22 @@ class _Builder:
             )
         return optimizer
 
-    def _shard(
+    def _options(
         self, device: torch.device, compute: torch.dtype | None, optimizer: torch.optim.Optimizer | None
-    ) -> ShardedModel:
+    ) -> BuildOptions:
+        zero = self.config.zero_optimization
+        group_of = {p: i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
+        return BuildOptions(
+            device=device,
+            compute_dtype=compute,
+            keep_wide=tuple(self.config.bf16.fp32_parameters) + tuple(self.config.fp16.fp32_parameters),
+            units=tuple(zero.units),
+            min_elements=zero.unit_min_elements,
+            max_elements=zero.reduce_bucket_size,
+            group_of=lambda parameter: group_of.get(parameter, len(group_of)),
+        )
+
+    def _shard(self, options: BuildOptions) -> ShardedModel:
         zero, channels = self.config.zero_optimization, self.channels
         wire = self.config.communication_data_type
         plan = Partition(
@@ -279,18 +301,9 @@ class _Builder:
             pool=GradientPool(),
             wire=None if wire is None else _DTYPES[wire],
         )
-        group_of = {p: i for i, g in enumerate(optimizer.param_groups if optimizer else ()) for p in g["params"]}
-        options = BuildOptions(
-            device=device,
-            compute_dtype=compute,
-            keep_wide=tuple(self.config.bf16.fp32_parameters) + tuple(self.config.fp16.fp32_parameters),
-            units=tuple(zero.units),
-            min_elements=zero.unit_min_elements,
-            max_elements=zero.reduce_bucket_size,
-            group_of=lambda parameter: group_of.get(parameter, len(group_of)),
-        )
         units = build_units(self.request.model, plan, channels.world, options)
-        gathers = GatherSchedule(units, zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0, zero.reshard_after_forward)
+        ahead = zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0
+        gathers = GatherSchedule(units, ahead, zero.reshard_after_forward)
         return ShardedModel(self.request.model, units, plan, gathers, lambda: Sync(reduce=True, final=True))
 
     def _scheduler(self, optimizer: torch.optim.Optimizer | None) -> Any:

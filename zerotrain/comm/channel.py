@@ -190,10 +190,11 @@ class Channel:
     ) -> list[Any]:
         """Send `outgoing[i]` to rank i and receive `received[i]` from it, for every other rank of the channel.
 
-        The tag carries the collective's place and label: ranks that are not in the same one cannot take each other's
+        The tag carries the collective's place, label and engine: ranks that are not in the same one cannot take each other's
         bytes for their own; they wait, and the watch says who is where.
         """
-        tag = (entry[0] & 0x7FFF) << 15 | zlib.crc32(entry[1].encode()) & 0x7FFF
+        place = zlib.crc32(f"{self.watch.job} {entry[1]}".encode())
+        tag = (entry[0] & 0x7FFF) << 15 | place & 0x7FFF
         works: list[Any] = []
         with self.watch.waiting(self, entry):
             for offset in range(1, self.size):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, job: str, timeout: float) -> None:
         self.timeout = timeout
         self.progress = "set-up"
-        self._job = job
+        self.job = job
         self._channels: dict[str, Channel] = {}
         self._blocked: tuple[str, int, str, float] | None = None
         self._finished = False
@@ -56,7 +56,7 @@ class Watch:
     def stop(self) -> None:
         """Say that this rank will enter no further collective of this engine, and end the thread."""
         self._finished = True
-        if self._store is not None and not self._stop.is_set():
+        if not self._stop.is_set():
             self._publish()
         self._stop.set()
 
@@ -99,29 +99,34 @@ class Watch:
         }
 
     def _publish(self) -> bool:
+        """Tell the others where this rank is. False once the store cannot be reached any more."""
         with self._lock:
             text = json.dumps(self._state())
-            if text == self._published:
-                return True
-            try:
-                self._store.set(f"{self._job}/{dist.get_rank()}", text)
-            except (RuntimeError, ValueError):  # the store's host is gone, or the process group was destroyed
-                return False
-            self._published = text
-            return True
+            if self._store is not None and text != self._published:
+                self._with_store(lambda store: store.set(f"{self.job}/{dist.get_rank()}", text))
+                self._published = text
+            return self._store is not None
 
     def _peers(self) -> dict[int, Peer]:
         """What the other ranks last published."""
         peers: dict[int, Peer] = {}
-        try:
-            me, world = dist.get_rank(), dist.get_world_size()
-            for rank in range(world):
-                key = f"{self._job}/{rank}"
-                if rank != me and self._store.check([key]):
-                    peers[rank] = json.loads(self._store.get(key))
-        except (RuntimeError, ValueError):
-            pass
+
+        def read(store: Any) -> None:
+            for rank in range(dist.get_world_size()):
+                key = f"{self.job}/{rank}"
+                if rank != dist.get_rank() and store.check([key]):
+                    peers[rank] = json.loads(store.get(key))
+
+        self._with_store(read)
         return peers
+
+    def _with_store(self, use: Callable[[Any], Any]) -> None:
+        """A store that fails once (its host died, the process group was destroyed) is not asked again."""
+        try:
+            if self._store is not None:
+                use(self._store)
+        except (RuntimeError, ValueError):
+            self._store = None
 
     def _judge(self, blocked: tuple[str, int, str, float], peers: dict[int, Peer]) -> str | None:
         """Why `blocked` can never complete, or None while it still may."""
@@ -163,16 +168,15 @@ class Watch:
 
     def _explain(self, channel: Channel, entry: tuple[int, str], error: RuntimeError) -> str:
         """The text of the error for a wait that failed: what this rank saw, and what the others last said."""
-        if self._store is None:
-            return str(error)
         if self._verdict is None:
             self._publish()
             deadline = time.monotonic() + min(2.5, self.timeout)
             blocked = (channel.name, entry[0], entry[1], 0.0)
-            while self._verdict is None and time.monotonic() < deadline:
-                peers = self._peers()
+            peers = self._peers()
+            while self._verdict is None and self._store is not None and time.monotonic() < deadline:
                 self._verdict = self._judge(blocked, peers)
-                time.sleep(0.05)
+                time.sleep(0.1)
+                peers = self._peers() or peers
             if self._verdict is None:
                 seen = "; ".join(f"rank {rank} was last seen in {peer['progress']}" for rank, peer in peers.items())
                 self._verdict = (

@@ -18,7 +18,7 @@ from zerotrain.errors import ZerotrainError
 from zerotrain.zero.optimizer import Segment, ShardedOptimizer, is_per_element
 from zerotrain.zero.report import union
 from zerotrain.zero.sharded import Place, ShardedModel
-from zerotrain.zero.unit import FlatBuffer, Unit
+from zerotrain.zero.unit import FlatBuffer, Residence, Unit
 
 
 class Access:
@@ -52,10 +52,8 @@ class Access:
         _write_share(wide, place, value)
         if buffer.master is not None:
             buffer.refresh_shard()
-        if place.unit.sharded:
-            if place.unit.running:
-                _cut(buffer.flat.data, place).copy_(value)
-        else:
+        if place.unit.residence is not Residence.SHARDED:
+            place.unit.wait()  # a rebuild under way would overwrite the new values
             _cut(buffer.flat.data, place).copy_(value)
         buffer.bump_versions()
 
@@ -118,6 +116,13 @@ class Access:
             low = fragment.offset - segment.start
             share[fragment.offset : fragment.offset + fragment.numel] = value[low : low + fragment.numel]
         return _cut(place.buffer.whole(share), place).clone()
+
+    def optimizer_states(self, place: Place) -> dict[str, torch.Tensor]:
+        """Everything that the optimizer holds for the parameter, by key."""
+        state = self._optimizer().optimizer.state
+        mine = {key for segment, _ in self._segments(place) for key in state.get(segment.tensor, {})}
+        everyone = self.world.exchange_object(sorted(mine), f"states of {place.name}")
+        return {key: self.optimizer_state(place, key) for key in dict.fromkeys(k for keys in everyone for k in keys)}
 
     def set_optimizer_state(self, place: Place, key: str, value: torch.Tensor) -> None:
         for segment, fragment in self._segments(place):

@@ -46,33 +46,42 @@ def build_units(model: nn.Module, plan: Partition, world: Channel, options: Buil
 
 
 def make_buffers(
-    spec: UnitSpec, plan: Partition, world: Channel, options: BuildOptions, dtypes: dict[nn.Parameter, torch.dtype]
+    spec: UnitSpec,
+    plan: Partition,
+    world: Channel,
+    options: BuildOptions,
+    dtypes: dict[nn.Parameter, torch.dtype],
+    values: dict[nn.Parameter, torch.Tensor] | None = None,
 ) -> list[FlatBuffer]:
-    """One flat buffer for each dtype, trainable and frozen apart, in the order of the parameters."""
+    """One flat buffer for each dtype, trainable and frozen apart, in the order of the parameters.
+
+    `values` are whole values to take instead of those that the parameters hold.
+    """
+    source: dict[nn.Parameter, torch.Tensor] = {p: p.detach() for _, p in spec.parameters} if values is None else values
     sorts: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in spec.parameters:
-        key = (parameter.dtype, dtypes.get(parameter, parameter.dtype), parameter.requires_grad)
+        key = (source[parameter].dtype, dtypes.get(parameter, parameter.dtype), parameter.requires_grad)
         sorts.setdefault(key, []).append((name, parameter))
     buffers = []
     for (given, kept, trainable), members in sorts.items():
         members.sort(key=lambda member: (options.group_of(member[1]), member[1].numel() % ALIGN != 0))
-        label = f"unit '{spec.name}'" + (f" ({kept}, {'trainable' if trainable else 'frozen'})" if len(sorts) > 1 else "")
-        buffer = FlatBuffer(label, members, plan)
+        sort = f" ({kept}, {'trainable' if trainable else 'frozen'})" if len(sorts) > 1 else ""
+        buffer = FlatBuffer(f"unit '{spec.name}'{sort}", members, plan)
         wide = accumulation_dtype(given) if trainable else given
-        whole = gathered_values(buffer.layout, [p for _, p in members], wide, options.device)
-        world.broadcast(whole, label)
+        whole = flattened(buffer.layout, [source[p] for _, p in members], wide, options.device)
+        world.broadcast(whole, buffer.name)
         buffer.fill(whole, kept)
         buffers.append(buffer)
     return buffers
 
 
-def gathered_values(
-    layout: FlatLayout, parameters: Sequence[nn.Parameter], dtype: torch.dtype, device: torch.device
+def flattened(
+    layout: FlatLayout, values: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The values of whole `parameters` in one flat tensor of numel `layout.numel`, zeros in the padding."""
+    """Whole `values` in one flat tensor of numel `layout.numel`, zeros in the padding."""
     whole = torch.zeros(layout.numel, dtype=dtype, device=device)
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
-        whole[slot.start : slot.stop].copy_(parameter.detach().reshape(-1))
+    for slot, value in zip(layout.slots, values, strict=True):
+        whole[slot.start : slot.stop].copy_(value.reshape(-1))
     return whole
 
 

@@ -24,7 +24,7 @@ _ATTRIBUTES = (
 _METHODS = (
     "size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "ndimension",
-    "__hash__", "__len__",
+    "__hash__", "__len__", "untyped_storage",
 )  # fmt: skip
 
 
@@ -67,10 +67,10 @@ class Guarded:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
-            if func is _REPR:
+            if func == _REPR:
                 p = args[0]
                 return f"Parameter(sharded, shape={tuple(p.shape)}, dtype={p.dtype}, requires_grad={p.requires_grad})"
-            if func is _SET_DATA and args[0] is args[1]:
+            if func == _SET_DATA and args[0] is args[1]:
                 return None  # `module.to(...)` that changes nothing assigns a parameter's data to itself
             if func in _CONVERSIONS and _changes_nothing(func, args, kwargs):
                 return args[0]

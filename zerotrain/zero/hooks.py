@@ -58,16 +58,13 @@ def install(driver: ShardedModel, model: nn.Module) -> list[RemovableHandle]:
     """Attach the hooks; the handles remove them."""
     handles: list[RemovableHandle] = []
     for unit in driver.units:
-        for buffer in unit.trainable:
-            for index, parameter in enumerate(buffer.parameters):
-                hook = Hook(driver, _gradient_arrived, ref(unit), ref(buffer), index)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        if not unit.gathers:
+        handles += watch_gradients(driver, unit)
+        if driver.alone:
             continue
         for module in unit.modules:
             handles.append(module.register_forward_pre_hook(Hook(driver, _enter, ref(unit)), prepend=True))
             handles.append(module.register_forward_hook(Hook(driver, _exit, ref(unit)), always_call=True))
-    if any(unit.sharded for unit in driver.units):
+    if any(unit.sharded for unit in driver.units):  # state_dict() must find whole values
         for module in model.modules():
             if module._parameters:
                 handles.append(module.register_state_dict_pre_hook(Hook(driver, _before_state_dict)))
@@ -76,6 +73,15 @@ def install(driver: ShardedModel, model: nn.Module) -> list[RemovableHandle]:
     handles.append(model.register_forward_pre_hook(Hook(driver, _begin_forward), prepend=True))
     handles.append(model.register_forward_hook(Hook(driver, _end_forward), always_call=True))
     return handles
+
+
+def watch_gradients(driver: ShardedModel, unit: Unit) -> list[RemovableHandle]:
+    """Have the gradients of `unit` moved into its buffers as they arrive."""
+    return [
+        parameter.register_post_accumulate_grad_hook(Hook(driver, _gradient_arrived, ref(unit), ref(buffer), index))
+        for buffer in unit.trainable
+        for index, parameter in enumerate(buffer.parameters)
+    ]
 
 
 # -- forward ----------------------------------------------------------------------------------------------------------

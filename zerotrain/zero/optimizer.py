@@ -9,7 +9,7 @@ because torch leaves parameters without a gradient alone (no weight decay, no mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,9 @@ class ShardedOptimizer:
 
     # -- groups and segments ------------------------------------------------------------------------------------------
 
-    def adopt_groups(self) -> bool:
-        """Re-point groups that hold parameters of the model. True if there were any (at first, or added since)."""
-        fresh = False
+    def adopt_groups(self, laid_out_again: bool = False) -> None:
+        """Re-point groups that hold parameters of the model: all at first, later those that were added since."""
+        fresh = laid_out_again
         for index, group in enumerate(self.optimizer.param_groups):
             new = [p for p in group["params"] if id(p) not in self._own]
             if index == len(self._members):
@@ -100,10 +100,9 @@ class ShardedOptimizer:
                 self._members[index].append(parameter)
             fresh = fresh or bool(new)
         if fresh:
-            self.rebuild()
-        return fresh
+            self._rebuild()
 
-    def rebuild(self) -> None:
+    def _rebuild(self) -> None:
         """Cut the segments anew from the model's buffers, taking over the state that the optimizer holds so far."""
         states = {p: self.optimizer.state.pop(p) for p in self._group_of if p in self.optimizer.state}
         kept = {(s.buffer, s.fragments): s for s in self.segments}
@@ -120,6 +119,13 @@ class ShardedOptimizer:
             self._hand_over(leftover, segments)
         self.segments = segments
         self._point_groups()
+
+    def forget(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Let go of the segments over `buffers`, which are about to be laid out anew, and of their state."""
+        for segment in self.segments:
+            if segment.buffer in buffers:
+                self.optimizer.state.pop(segment.tensor, None)
+        self.segments = [segment for segment in self.segments if segment.buffer not in buffers]
 
     def _runs(
         self, buffer: FlatBuffer, states: dict[nn.Parameter, dict[str, Any]]

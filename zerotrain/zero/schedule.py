@@ -195,6 +195,10 @@ class ReduceSchedule:
         self._backlog = 0
         self._unsettled = False
 
+    def include(self, units: Sequence[Unit]) -> None:
+        """Units may have become trainable."""
+        self.order = merge_orders([self.order, [unit for unit in reversed(units) if unit.trainable]])
+
     def begin_backward(self, sync: Sync, deferred: frozenset[Unit]) -> None:
         """`deferred` units may get gradients in several rounds (reentrant recomputation) and are reduced at the end."""
         self._missing = {unit: sum(len(b.parameters) for b in unit.trainable) for unit in self.order}

@@ -56,6 +56,8 @@ class ShardedModel:
         self.in_backward = False
         self.on_output: Callable[[Any], Any] | None = None
         """Applied to what the model returns while gradients are recorded."""
+        self.on_thaw: Callable[[], None] | None = None
+        """Called when a parameter that was laid out as frozen requires gradients."""
         self.backwards_since_step = 0
         self._depth = 0
         self._consumed = False
@@ -73,9 +75,7 @@ class ShardedModel:
         """Index the parameters and install the hooks."""
         for unit in self.units:
             unit.on_demand = hooks.Hook(self, ShardedModel._on_demand)
-            for buffer in unit.buffers:
-                for index, parameter in enumerate(buffer.parameters):
-                    self._places[parameter] = Place(unit, buffer, index)
+            self._locate(unit)
         for module in model.modules():
             mine = {self._places[p].unit for p in module._parameters.values() if p is not None}
             if mine:
@@ -87,11 +87,27 @@ class ShardedModel:
                     self._owners.append((module._parameters, name, p, where))
         self.handles = hooks.install(self, model)
 
+    def _locate(self, unit: Unit) -> None:
+        for buffer in unit.buffers:
+            for index, parameter in enumerate(buffer.parameters):
+                self._places[parameter] = Place(unit, buffer, index)
+
+    def index(self, unit: Unit) -> None:
+        """Take note of the new buffers of a unit that was laid out again."""
+        self._locate(unit)
+        self.handles += hooks.watch_gradients(self, unit)
+        self.reductions.include(self.units)
+
     def place(self, parameter: nn.Parameter) -> Place | None:
         return self._places.get(parameter)
 
     def places(self) -> Iterator[Place]:
         yield from self._places.values()
+
+    @property
+    def alone(self) -> bool:
+        """One rank: nothing is gathered or reduced."""
+        return self.plan.shards * self.plan.replicate.size == 1
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """The units of the parameters that `module` itself owns."""
@@ -272,6 +288,8 @@ class ShardedModel:
                 for buffer in unit.buffers:
                     buffer.check()
         self.adopt_edits()
+        if self.on_thaw is not None and any(p.requires_grad for u in self.units for b in u.frozen for p in b.parameters):
+            self.on_thaw()
 
     def adopt_edits(self) -> None:
         """In-place writes to parameters that are whole (`p.copy_`, `load_state_dict`) reach the master values."""
@@ -280,10 +298,6 @@ class ShardedModel:
                 for buffer in unit.trainable:
                     if buffer.edited():
                         buffer.adopt_edits()
-
-    def unfrozen(self) -> list[nn.Parameter]:
-        """Parameters that were frozen when the units were laid out and require gradients now."""
-        return [p for p, place in self._places.items() if p.requires_grad and not place.buffer.trainable]
 
     def updated(self) -> None:
         """The optimizer has changed the masters: what is whole is outdated."""

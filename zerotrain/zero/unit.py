@@ -162,9 +162,11 @@ class Unit:
         self.tied = tied
         """Some parameter of it is reached through more than one module."""
         self.modules = tuple(modules)
-        self.buffers = tuple(buffers)
-        self.trainable = tuple(b for b in buffers if b.trainable)
-        self.numel = sum(b.layout.used for b in buffers)
+        self.buffers: tuple[FlatBuffer, ...]
+        self.trainable: tuple[FlatBuffer, ...]
+        self.frozen: tuple[FlatBuffer, ...]
+        self.numel: int
+        self.lay_out(buffers)
         self.residence = Residence.WHOLE
         self.pinned = False
         """Kept whole until the end of the backward: something may use its values that no hook announces."""
@@ -172,6 +174,12 @@ class Unit:
         """Calls of its modules under way."""
         self.on_demand: Callable[[Unit, nn.Parameter, Any], None] | None = None
         self._pending: list[Pending] = []
+
+    def lay_out(self, buffers: Sequence[FlatBuffer]) -> None:
+        self.buffers = tuple(buffers)
+        self.trainable = tuple(b for b in buffers if b.trainable)
+        self.frozen = tuple(b for b in buffers if not b.trainable)
+        self.numel = sum(b.layout.used for b in buffers)
 
     @property
     def sharded(self) -> bool:

@@ -1,0 +1,79 @@
+"""The example as people run it: through `accelerate launch`, two ranks, a folder of text."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 90  # seconds; a run takes about ten
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text with a file that is none."""
+    folder = tmp_path_factory.mktemp("text")
+    line = "the quick brown fox jumps over the lazy dog\n"
+    (folder / "deep").mkdir()
+    (folder / "a.txt").write_text(line * 100)
+    (folder / "deep" / "b.md").write_text(line.upper() * 20)
+    (folder / "c.bin").write_bytes(b"\0\1\2" * 1000)
+    return folder
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the example on two ranks; its processes are ended whatever happens."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", "configs/launch/two_ranks.yaml", "examples/pretrain.py", *arguments]
+    sizes = ["--layers", "2", "--heads", "2", "--width", "32", "--context", "32"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    process = subprocess.Popen(
+        [*command, *sizes],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, error = process.communicate(timeout=LIMIT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
+
+
+def loss_after(label: str, output: str) -> float:
+    found = re.search(rf"^{label} ([\d.]+)", output, re.MULTILINE)
+    assert found, output
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("config", "model"), [("zero2", "gpt"), ("zero3", "llama")])
+def test_example_on_two_ranks(text: Path, config: str, model: str) -> None:
+    if model == "llama":
+        pytest.importorskip("transformers")
+    run = launch("--config", f"configs/{config}.json", "--data", str(text), "--steps", "4", "--model", model)
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall("^training loss", run.stdout, re.MULTILINE)) == 1, "rank 0 alone reports"
+    first = loss_after("training loss", run.stdout)
+    assert 5.3 < first < 5.8, "ln 256 is 5.55"
+    assert loss_after("held-out loss", run.stdout) < first
+    assert re.search(r"^sample:\ndef .", run.stdout, re.MULTILINE)
+    bar = run.stderr.split("\r")[-1]
+    assert re.search(r"4/4 .*loss \d.*lr .*grad norm .*tokens/s, [\d,]+ MiB", bar), bar
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/pretrain.py", "--config", "configs/zero2.json", "--data", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "no text found" in run.stderr
