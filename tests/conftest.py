@@ -10,8 +10,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# Imported here once, or every forked worker imports them anew: the optimizers' first step wants dynamo.
 import torch._dynamo
 import torch.utils.checkpoint
+
+import zerotrain  # noqa: F401
 
 torch.set_num_threads(1)
 

@@ -380,7 +380,9 @@ class Engine:
         return self._mean_divisor(tokens, window.counted, window.micro_batches + int(begun)) * self._loss_scale.scale
 
     def _forget(self) -> None:
-        """After an exception: the window starts over."""
+        """After an exception: the window starts over. Where ranks have parted there is nothing left to put in order."""
+        if self._job.watch.broken:
+            return
         self._model.reset()
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.detach_gradients()

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -28,21 +30,40 @@ PUBLISHED_HISTORY = 48
 Peer = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for: collective `sequence` of `channel` of the engine `job`, since `started` (monotonic seconds)."""
+
+    job: str
+    channel: str
+    sequence: int
+    text: str
+    started: float
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
 class Watch:
     """One per engine. `job` names the engine in the store; `timeout` is in seconds."""
+
+    _current: ClassVar[Wait | None] = None
+    """What this process waits for, in whichever of its engines."""
+    _engines: ClassVar[WeakValueDictionary[str, Watch]] = WeakValueDictionary()
 
     def __init__(self, job: str, timeout: float) -> None:
         self.timeout = timeout
         self.progress = "set-up"
         self.job = job
         self._channels: dict[str, Channel] = {}
-        self._blocked: tuple[str, int, str, float] | None = None
         self._finished = False
         self._verdict: str | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._store: Any = None
         self._published = ""
+        Watch._engines[job] = self
 
     def register(self, channel: Channel) -> None:
         self._channels[channel.name] = channel
@@ -63,13 +84,27 @@ class Watch:
     @contextmanager
     def waiting(self, channel: Channel, entry: tuple[int, str]) -> Iterator[None]:
         """Around a blocking wait for `entry` of `channel`. Raises RankMismatchError where the wait is in vain."""
-        self._blocked = (channel.name, entry[0], entry[1], time.monotonic())
+        if self._verdict is not None:
+            raise RankMismatchError(self._verdict)
+        wait = Wait(self.job, channel.name, *entry, started=time.monotonic())
+        Watch._current = wait
         try:
             yield
         except RuntimeError as error:
-            raise RankMismatchError(self._explain(channel, entry, error)) from error
+            text = self._explain(wait, error)
+            self._break_up()
+            raise RankMismatchError(text) from error
         finally:
-            self._blocked = None
+            Watch._current = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether the groups were broken up: no collective of this engine can succeed any more."""
+        return self._verdict is not None
+
+    def _break_up(self) -> None:
+        for channel in self._channels.values():
+            channel.abort()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -78,23 +113,22 @@ class Watch:
         while not self._stop.wait(interval):
             if not self._publish():
                 return
-            blocked = self._blocked
-            if blocked is None or time.monotonic() - blocked[3] < self.timeout:
+            wait = Watch._current
+            if wait is None or wait.job != self.job or wait.seconds < self.timeout:
                 continue
-            verdict = self._judge(blocked, self._peers())
-            if verdict is not None and self._blocked is blocked:
+            verdict = self._judge(wait, self._peers())
+            if verdict is not None and Watch._current is wait:
                 self._verdict = verdict
                 self._publish()
-                for channel in self._channels.values():
-                    channel.abort()
+                self._break_up()
 
     def _state(self) -> Peer:
-        blocked = self._blocked
+        wait = Watch._current
         return {
             "progress": self.progress,
             "finished": self._finished,
             "verdict": self._verdict,
-            "blocked": None if blocked is None else [*blocked[:3], round(time.monotonic() - blocked[3], 1)],
+            "blocked": None if wait is None else {**asdict(wait), "seconds": round(wait.seconds, 1)},
             "channels": {name: list(c.history)[-PUBLISHED_HISTORY:] for name, c in self._channels.items()},
         }
 
@@ -128,33 +162,33 @@ class Watch:
         except (RuntimeError, ValueError):
             self._store = None
 
-    def _judge(self, blocked: tuple[str, int, str, float], peers: dict[int, Peer]) -> str | None:
-        """Why `blocked` can never complete, or None while it still may."""
-        channel, sequence, text, _ = blocked
+    def _judge(self, wait: Wait, peers: dict[int, Peer]) -> str | None:
+        """Why `wait` can never end, or None while it still may."""
         for rank, peer in peers.items():
             if peer["verdict"]:
                 return str(peer["verdict"])
-            theirs = {s: t for s, t in peer["channels"].get(channel, ())}
-            if rank not in self._channels[channel].ranks:
+            theirs = dict(peer["channels"].get(wait.channel, ()))
+            if rank not in self._channels[wait.channel].ranks:
                 continue
-            if theirs.get(sequence, text) != text:
-                return self._describe(rank, peer, text, f"rank {rank} entered '{theirs[sequence]}' in its place")
-            if sequence in theirs or (theirs and min(theirs) > sequence):
+            if theirs.get(wait.sequence, wait.text) != wait.text:
+                instead = theirs[wait.sequence]
+                return self._describe(rank, peer, wait.text, f"rank {rank} entered '{instead}' in its place")
+            if wait.sequence in theirs or (theirs and min(theirs) > wait.sequence):
                 continue  # entered there too: the transport is slow, or a third rank is to blame
             if peer["finished"]:
-                return self._describe(rank, peer, text, f"rank {rank} has finished")
-            if self._stuck_elsewhere(peer):
-                other = peer["blocked"]
-                return self._describe(rank, peer, text, f"rank {rank} waits for '{other[2]}' instead")
+                return self._describe(rank, peer, wait.text, f"rank {rank} has finished")
+            if self._stuck_elsewhere(peer["blocked"]):
+                other = peer["blocked"]["text"]
+                return self._describe(rank, peer, wait.text, f"rank {rank} waits for '{other}' instead")
         return None
 
-    def _stuck_elsewhere(self, peer: Peer) -> bool:
-        """The peer has waited past the timeout for a collective that this rank has not entered."""
-        if peer["blocked"] is None or peer["blocked"][3] < self.timeout:
+    def _stuck_elsewhere(self, blocked: Peer | None) -> bool:
+        """The peer has waited past the timeout for a collective, of any engine, that this rank has not entered."""
+        if blocked is None or blocked["seconds"] < self.timeout:
             return False
-        name, sequence = peer["blocked"][:2]
-        channel = self._channels.get(name)
-        return channel is not None and channel.sequence < sequence
+        engine = Watch._engines.get(blocked["job"])
+        channel = engine._channels.get(blocked["channel"]) if engine is not None else None
+        return channel is None or channel.sequence < blocked["sequence"]
 
     def _describe(self, rank: int, peer: Peer, text: str, fact: str) -> str:
         me = dist.get_rank()
@@ -166,21 +200,20 @@ class Watch:
 
     # -- after a failed wait ------------------------------------------------------------------------------------------
 
-    def _explain(self, channel: Channel, entry: tuple[int, str], error: RuntimeError) -> str:
+    def _explain(self, wait: Wait, error: RuntimeError) -> str:
         """The text of the error for a wait that failed: what this rank saw, and what the others last said."""
         if self._verdict is None:
             self._publish()
             deadline = time.monotonic() + min(2.5, self.timeout)
-            blocked = (channel.name, entry[0], entry[1], 0.0)
             peers = self._peers()
             while self._verdict is None and self._store is not None and time.monotonic() < deadline:
-                self._verdict = self._judge(blocked, peers)
+                self._verdict = self._judge(wait, peers)
                 time.sleep(0.1)
                 peers = self._peers() or peers
             if self._verdict is None:
                 seen = "; ".join(f"rank {rank} was last seen in {peer['progress']}" for rank, peer in peers.items())
                 self._verdict = (
-                    f"'{entry[1]}' failed in {self.progress} on rank {dist.get_rank()}: another rank has ended or lost "
+                    f"'{wait.text}' failed in {self.progress} on rank {dist.get_rank()}: another rank has ended or lost "
                     f"its connection. {seen or 'No other rank has reported'}. Look for the first error in its output"
                 )
             self._publish()
