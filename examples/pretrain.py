@@ -36,11 +36,13 @@ def main() -> None:
     """Train, evaluate on held-out text, show a sample."""
     args = parse_arguments()
     torch.manual_seed(args.seed)
-    train, held_out = split(read_text(args.data), args.context)
+    train, held_out = split(read_text(args.data), args.seq_len)
     engine, _, loader, _ = zerotrain.initialize(model=build_model(args), training_data=train, config=args.config)
 
     steps = args.steps or scheduled_steps(engine) or 300
-    progress = Progress(engine, steps, args.context)
+    if engine.rank == 0:
+        print(describe(engine), flush=True)
+    progress = Progress(engine, steps, args.seq_len)
     for batch in endless(loader):
         loss = engine(**batch)
         engine.backward(loss)
@@ -68,10 +70,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a folder of text (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the config's scheduler, or 300)")
     parser.add_argument("--model", choices=["gpt", "llama"], default="gpt", help="llama needs the extra `hf`")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a training window")
+    parser.add_argument("--seq-len", type=int, default=128, help="bytes in a training window")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model, a multiple of --heads")
     parser.add_argument("--seed", type=int, default=1234, help="of the initial weights and the sample")
     parser.add_argument("--prompt", default="def ", help="what the sample begins with")
     args = parser.parse_args()
@@ -104,7 +106,7 @@ def split(text: Tensor, context: int) -> tuple[Windows, Windows]:
     """The last twentieth (at least one window) is held out from training."""
     held_out = max(len(text) // 20, context + 1)
     if len(text) - held_out <= context:
-        raise SystemExit(f"{len(text)} bytes of text are too few for windows of --context {context}; give more text")
+        raise SystemExit(f"{len(text)} bytes of text are too few for windows of --seq-len {context}; give more text")
     return Windows(text[:-held_out], context), Windows(text[-held_out:], context)
 
 
@@ -135,7 +137,7 @@ def endless(loader: Any) -> Iterator[dict[str, Tensor]]:
 
 def build_model(args: argparse.Namespace) -> nn.Module:
     """The model that the command line asks for."""
-    config = GPTConfig(context=args.context, layers=args.layers, heads=args.heads, width=args.width)
+    config = GPTConfig(context=args.seq_len, layers=args.layers, heads=args.heads, width=args.hidden)
     return GPT(config) if args.model == "gpt" else ByteLlama(config)
 
 
@@ -181,6 +183,15 @@ class ByteLlama(nn.Module):
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def describe(engine: zerotrain.Engine) -> str:
+    """One line on what is about to train, and where."""
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    return (
+        f"{parameters / 1e6:.2f} M parameters, stage {engine.config.zero_optimization.stage}, "
+        f"{engine.world_size} rank(s), {engine.device.type}, {engine.train_batch_size} windows per step"
+    )
 
 
 class Progress:

@@ -31,7 +31,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the example on two ranks; its processes are ended whatever happens."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", "configs/launch/two_ranks.yaml", "examples/pretrain.py", *arguments]
-    sizes = ["--layers", "2", "--heads", "2", "--width", "32", "--context", "32"]
+    sizes = ["--layers", "2", "--heads", "2", "--hidden", "32", "--seq-len", "32"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     process = subprocess.Popen(
         [*command, *sizes],
@@ -64,6 +64,7 @@ def test_example_on_two_ranks(text: Path, config: str, model: str) -> None:
     run = launch("--config", f"configs/{config}.json", "--data", str(text), "--steps", "4", "--model", model)
     assert run.returncode == 0, run.stderr
     assert len(re.findall("^training loss", run.stdout, re.MULTILINE)) == 1, "rank 0 alone reports"
+    assert f"stage {config[-1]}, 2 rank(s), " in run.stdout
     first = loss_after("training loss", run.stdout)
     assert 5.3 < first < 5.8, "ln 256 is 5.55"
     assert loss_after("held-out loss", run.stdout) < first

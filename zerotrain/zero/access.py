@@ -203,8 +203,10 @@ def gathered(
                 elif edited:
                     buffer.adopt_edits()
             unit.running -= 1
-            if unit.running == 0 and not unit.pinned:
-                unit.release()
+            if unit.running == 0 and unit.sharded:
+                unit.guard()
+                if not unit.pinned:
+                    unit.release()
     if lost is not None:
         raise ZerotrainError(
             f"parameters of unit '{lost}' were changed inside gathered(...), and the changes were not kept; use "

@@ -82,8 +82,17 @@ class GatherSchedule:
 
     def exit(self, unit: Unit) -> None:
         """No module of `unit` is computing any more; it is released when another unit begins, unless it goes on."""
-        if unit.sharded and unit not in self._idle:
-            self._idle.append(unit)
+        if unit.sharded:
+            unit.guard()
+            if unit not in self._idle:
+                self._idle.append(unit)
+
+    def demand(self, unit: Unit) -> None:
+        """The pass under way uses `unit` without a module of it: keep the unit whole, as nothing will say when it may go."""
+        unit.pinned = True
+        if self._pass is Pass.FORWARD:
+            self._used.add(unit)
+        self._reach(unit)
 
     def end_forward(self) -> None:
         """After a training forward the unit that a backward will begin with stays whole, the same one on every rank."""

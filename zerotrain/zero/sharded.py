@@ -170,8 +170,7 @@ class ShardedModel:
                 f"cannot be used in '{name}' here. Use it inside `with zerotrain.gathered(parameter):` (add "
                 "`modify=True` to change it), or read it with `zerotrain.full_parameter(parameter)`, on every rank"
             )
-        unit.pinned = True
-        unit.gather()
+        self.gathers.demand(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class ShardedModel:
                     "`with zerotrain.gathered(model, modify=True):`)"
                 )
         for unit in self.units:
-            if unit.residence is not Residence.SHARDED:
+            if unit.residence is Residence.WHOLE and not unit.guarded:
                 for buffer in unit.buffers:
                     buffer.check()
         self.adopt_edits()

@@ -2,7 +2,7 @@
 
 What `param.data` is, at each moment:
 
-    WHOLE     a view of the flat buffer
+    WHOLE     a view of the flat buffer; guarded while no module of a sharded unit computes, since it may be released
     PENDING   the same view, guarded: a gather is filling the buffer, and the first use waits for it
     SHARDED   the same view, guarded, of a storage resized to nothing; this rank keeps only its shard
 
@@ -170,6 +170,7 @@ class Unit:
         self.residence = Residence.WHOLE
         self.pinned = False
         """Kept whole until the end of the backward: something may use its values that no hook announces."""
+        self.guarded = False
         self.running = 0
         """Calls of its modules under way."""
         self.on_demand: Callable[[Unit, nn.Parameter, Any], None] | None = None
@@ -206,33 +207,43 @@ class Unit:
         self._pending = [b.gather() for b in self.buffers if b.gathers and b.trainable]
         if self._pending:
             self.residence = Residence.PENDING
-            self._guard()
+            self.guard()
 
     def wait(self) -> None:
-        """Return when the unit is whole. Starts the gather, if nothing has."""
-        if self.residence is Residence.WHOLE:
-            return
-        self.gather()
-        pending, self._pending = self._pending, []
-        for collective in pending:
-            collective.wait()
-        self.residence = Residence.WHOLE
-        for parameter in self.parameters:
-            unguard(parameter)
+        """Return when the unit is whole and may be used. Starts the gather, if nothing has."""
+        if self.residence is not Residence.WHOLE:
+            self.gather()
+            pending, self._pending = self._pending, []
+            for collective in pending:
+                collective.wait()
+            self.residence = Residence.WHOLE
+        if self.guarded:
+            self.guarded = False
+            for parameter in self.parameters:
+                unguard(parameter)
+
+    def guard(self) -> None:
+        """Have every use of the parameters that no hook announces ask first (see `require`)."""
+        if not self.guarded:
+            self.guarded = True
+            owner = ref(self)
+            for parameter in self.parameters:
+                guard(parameter, owner)
 
     def release(self) -> None:
         """Give the memory of the whole values back. Only what is sharded is released."""
         if not self.sharded or self.residence is Residence.SHARDED:
             return
-        self.wait()
+        if self.residence is Residence.PENDING:
+            self.wait()
         for buffer in self.buffers:
             buffer.empty()
         self.residence = Residence.SHARDED
-        self._guard()
+        self.guard()
 
     def require(self, parameter: nn.Parameter, function: Callable[..., Any]) -> None:
         """Make the unit whole for a use that no hook announced, or raise ReleasedParameterError (see `guard`)."""
-        if self.residence is Residence.SHARDED and self.on_demand is not None:
+        if self.sharded and self.on_demand is not None:
             self.on_demand(self, parameter, function)
         self.wait()
 
@@ -243,8 +254,3 @@ class Unit:
                 if candidate is parameter:
                     return name
         raise KeyError(f"not a parameter of unit {self.name}")
-
-    def _guard(self) -> None:
-        owner = ref(self)
-        for parameter in self.parameters:
-            guard(parameter, owner)
