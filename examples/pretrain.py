@@ -190,7 +190,7 @@ def describe(engine: zerotrain.Engine) -> str:
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     return (
         f"{parameters / 1e6:.2f} M parameters, stage {engine.config.zero_optimization.stage}, "
-        f"{engine.world_size} rank(s), {engine.device.type}, {engine.train_batch_size} windows per step"
+        f"world size {engine.world_size}, {engine.device.type}, {engine.train_batch_size} windows per step"
     )
 
 

@@ -64,7 +64,7 @@ def test_example_on_two_ranks(text: Path, config: str, model: str) -> None:
     run = launch("--config", f"configs/{config}.json", "--data", str(text), "--steps", "4", "--model", model)
     assert run.returncode == 0, run.stderr
     assert len(re.findall("^training loss", run.stdout, re.MULTILINE)) == 1, "rank 0 alone reports"
-    assert f"stage {config[-1]}, 2 rank(s), " in run.stdout
+    assert f"stage {config[-1]}, world size 2, " in run.stdout
     first = loss_after("training loss", run.stdout)
     assert 5.3 < first < 5.8, "ln 256 is 5.55"
     assert loss_after("held-out loss", run.stdout) < first
@@ -73,8 +73,20 @@ def test_example_on_two_ranks(text: Path, config: str, model: str) -> None:
     assert re.search(r"4/4 .*loss \d.*lr .*grad norm .*tokens/s, [\d,]+ MiB", bar), bar
 
 
+def refusal(*arguments: str, path: Path = ROOT) -> str:
+    """What the example says where it refuses to start, on one rank."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(path), str(ROOT)])), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "examples/pretrain.py", "--config", "configs/zero2.json", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert run.returncode == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    return run.stderr
+
+
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "examples/pretrain.py", "--config", "configs/zero2.json", "--data", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert run.returncode != 0
-    assert "no text found" in run.stderr
+    assert "no text found" in refusal("--data", str(tmp_path))
+
+
+def test_llama_without_transformers_names_the_extra(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('not installed')\n")
+    assert "[hf]" in refusal("--data", str(text), "--model", "llama", path=tmp_path)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import zerotrain
 from zerotrain.config import load_config
@@ -17,7 +19,8 @@ from zerotrain.config import load_config
 ROOT = Path(__file__).parent.parent
 LAUNCH = sorted((ROOT / "configs" / "launch").glob("*.yaml"))
 JOBS = sorted((ROOT / "configs").glob("*.json"))
-PROCESSES = {"two_ranks": 2, "four_ranks": 4, "eight_gpus": 8, "two_nodes": 16}
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("configs/*.md"), *ROOT.glob("docs/*.md")])
+PROCESSES = {"one_rank": 1, "two_ranks": 2, "four_ranks": 4, "eight_gpus": 8, "two_nodes": 16}
 FIRST = (
     "pip install -e . -c constraints.txt && accelerate launch --config_file configs/launch/two_ranks.yaml "
     "examples/pretrain.py --config configs/zero2.json"
@@ -33,6 +36,7 @@ def project() -> dict[str, Any]:
     "path",
     [
         ".ci/run",
+        ".gitignore",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
         "LICENSE",
@@ -40,6 +44,7 @@ def project() -> dict[str, Any]:
         "configs/README.md",
         "constraints.txt",
         "docs/design.md",
+        "docs/launching.md",
         "examples/gpt.py",
         "examples/pretrain.py",
         "pyproject.toml",
@@ -56,11 +61,17 @@ def test_the_readme_has_the_two_commands_on_lines_of_their_own(command: str) -> 
     assert command in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 
 
-def test_what_the_readme_points_to_exists() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_what_the_readme_names_exists() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    files = re.findall(r"`((?:configs|docs|examples|tests|benchmarks|zerotrain)/[\w./-]+)`", text)
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
     tests = set(re.findall(r"test_\w+(?=\.py)", text)) | set(re.findall(r"`(test_\w+)`", text))
     assert sorted(name for name in tests if not (ROOT / "tests" / f"{name}.py").exists()) == []
 
@@ -109,8 +120,22 @@ def test_launch_files_start_the_processes_they_name(path: Path) -> None:
     assert config.distributed_type == "MULTI_GPU"
     assert config.num_machines == (2 if path.stem == "two_nodes" else 1)
     assert not config.use_cpu
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert raw["mixed_precision"] == "no", "precision belongs to the job file"
+    assert config.mixed_precision == "no", "precision belongs to the job file"
+
+
+@pytest.mark.parametrize("path", [p for p in LAUNCH if p.stem.endswith(("rank", "ranks"))], ids=lambda path: path.stem)
+def test_launch_files_start_that_many_ranks_here(path: Path, tmp_path: Path) -> None:
+    """Also without a GPU, where another type starts one rank and says nothing. The script spares itself torch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "pathlib.Path(__file__).with_name('rank' + os.environ['RANK']).write_text(os.environ['WORLD_SIZE'])\n"
+    )
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), str(script)]
+    run = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0, run.stderr
+    started = {found.name: found.read_text() for found in tmp_path.glob("rank*")}
+    assert started == {f"rank{rank}": str(PROCESSES[path.stem]) for rank in range(PROCESSES[path.stem])}
 
 
 def test_every_launch_file_is_known() -> None:

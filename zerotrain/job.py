@@ -26,7 +26,7 @@ from zerotrain.zero.build import BuildOptions, build_units, check_model
 from zerotrain.zero.buffers import ModuleBuffers
 from zerotrain.zero.discover import aliases
 from zerotrain.zero.elementwise import refusal
-from zerotrain.zero.gradients import GradientPool, Partition
+from zerotrain.zero.gradients import Partition
 from zerotrain.zero.loss_scale import LossScale
 from zerotrain.zero.optimizer import ShardedOptimizer
 from zerotrain.zero.schedule import GatherSchedule, Sync
@@ -99,8 +99,6 @@ class Job:
             for buffer in unit.buffers:
                 for kind, tensor in buffer.tensors():
                     count(kind, tensor)
-        for tensor in self.model.plan.pool.tensors():
-            count("gradients", tensor)
         for tensor in self.sharded_optimizer.tensors() if self.sharded_optimizer is not None else ():
             count("optimizer", tensor)
         return kinds
@@ -298,7 +296,6 @@ class _Builder:
             gather=channels.gather,
             reduce=channels.reduce,
             replicate=channels.replicate,
-            pool=GradientPool(),
             wire=None if wire is None else _DTYPES[wire],
         )
         units = build_units(self.request.model, plan, channels.world, options)

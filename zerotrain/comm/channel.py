@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -88,54 +89,66 @@ class Channel:
         flat, own = flat.view(torch.uint8), own.view(torch.uint8)
         entry = self._begin("all_gather", label, (self.size - 1) * own.numel())
         if self.point_to_point:
-            return Pending(self, entry, self._exchange(entry, [own] * self.size, list(flat.chunk(self.size))))
+            return Pending(self, entry, self._exchange(entry, [[own]] * self.size, [[p] for p in flat.chunk(self.size)]))
         work = torch_compat.all_gather_single(flat, own, group=self.group, async_op=True)
         return Pending(self, entry, [work])
 
     def reduce_scatter(
-        self, flat: torch.Tensor, wire: torch.dtype, accept: Callable[[list[torch.Tensor]], None], label: str
+        self,
+        parts: Sequence[torch.Tensor],
+        wire: torch.dtype,
+        accept: Callable[[list[Term]], None],
+        label: str,
     ) -> Pending:
-        """Sum `flat` over the ranks; when done, `accept` gets the pieces that make this rank's share of the sum.
+        """Sum a flat buffer over the ranks, each of which keeps an equal piece of the sum.
 
-        The pieces come in rank order, each of numel `flat.numel() / size`, in dtype `wire` or, for this rank's own, of
-        `flat`; adding them up in fp32 is the caller's, who knows what to add them to. A native backend that has
-        summed already hands over a single piece.
+        `parts` are 1-d tensors that make up the buffer in order (numel divisible by size); they are sent from where they
+        lie, in dtype `wire`, and must not change until the Pending is done. Then `accept` gets the terms of this rank's
+        piece to add up in a dtype of its choice. A native backend that has summed already hands over a single value.
         """
-        piece = flat.numel() // self.size
-        entry = self._begin("reduce_scatter", label, (self.size - 1) * piece * wire.itemsize)
-        pieces = list(flat.chunk(self.size))
+        numel = sum(part.numel() for part in parts)
+        piece = numel // self.size
+        entry = self._begin("reduce_scatter", label, (numel - piece) * wire.itemsize)
         if self.point_to_point:
-            received = [p if i == self.index else p.new_empty(piece, dtype=wire) for i, p in enumerate(pieces)]
-            outgoing = [p if i == self.index else p.to(wire) for i, p in enumerate(pieces)]
-            works = self._exchange(entry, outgoing, received)
-        elif wire == torch.float32 or flat.dtype == torch.float64:
-            received = [flat.new_empty(piece)]
-            works = [torch_compat.reduce_scatter_single(received[0], flat, group=self.group, async_op=True)]
-        else:  # native sums of 16-bit pieces would round at every hop: exchange, and sum in fp32 here
-            packed, arrived = flat.to(wire), flat.new_empty(flat.numel(), dtype=wire)
-            works = [dist.all_to_all_single(arrived, packed, group=self.group, async_op=True)]
-            received = list(arrived.chunk(self.size))
+            terms, works = self._scatter(entry, parts, [piece * i for i in range(self.size + 1)], wire)
+            return Pending(self, entry, works).then(lambda: accept(terms))
+        flat = torch.cat([part.to(wire) for part in parts])
+        if wire.itemsize >= 4:
+            received = flat.new_empty(piece)
+            values = [received]
+            works = [torch_compat.reduce_scatter_single(received, flat, group=self.group, async_op=True)]
+        else:  # native sums of 16-bit terms would round at every hop: exchange them, and sum in fp32 here
+            received = torch.empty_like(flat)
+            values = list(received.chunk(self.size))
+            works = [dist.all_to_all_single(received, flat, group=self.group, async_op=True)]
+        return Pending(self, entry, works).then(lambda: accept([Term(0, values)]))
 
-        return Pending(self, entry, works).then(lambda: accept(received))
+    def all_reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, wire: torch.dtype, label: str) -> Pending:
+        """Sum the flat buffer that `parts` make up into the 1-d `out`, which may be the only part itself.
 
-    def all_reduce(self, flat: torch.Tensor, wire: torch.dtype, label: str) -> Pending:
-        """Sum `flat` in place over the ranks; every rank ends with the same bits. Terms travel in dtype `wire`."""
-        if not self.point_to_point or flat.numel() < 16 * self.size:
-            entry = self._begin("all_reduce", label, 2 * (self.size - 1) * flat.nbytes // self.size)
-            return Pending(self, entry, [dist.all_reduce(flat, group=self.group, async_op=True)])
-        pieces = list(flat.tensor_split(self.size))
-        own = pieces[self.index]
-        sent = (flat.numel() - own.numel()) * wire.itemsize + (self.size - 1) * own.nbytes
+        Every rank ends with the same bits. Terms travel in dtype `wire`, sums in that of `out`.
+        """
+        numel, itemsize = out.numel(), out.itemsize
+        if not self.point_to_point or numel < 16 * self.size:
+            if parts[0] is not out:
+                torch.cat([part.to(out.dtype) for part in parts], out=out)
+            entry = self._begin("all_reduce", label, 2 * (self.size - 1) * out.nbytes // self.size)
+            return Pending(self, entry, [dist.all_reduce(out, group=self.group, async_op=True)])
+        bounds = [numel * i // self.size for i in range(self.size + 1)]
+        low, high = bounds[self.index], bounds[self.index + 1]
+        sent = (numel - (high - low)) * wire.itemsize + (self.size - 1) * (high - low) * itemsize
         entry = self._begin("all_reduce", label, sent)
-        outgoing = [p if i == self.index else p.to(wire) for i, p in enumerate(pieces)]
-        received = [own if i == self.index else own.new_empty(own.shape, dtype=wire) for i in range(self.size)]
+        terms, works = self._scatter(entry, parts, bounds, wire)
 
         def gather() -> Pending:
-            sum_pieces(received, own, into_is=self.index)
-            received.clear()
-            return Pending(self, entry, self._exchange(entry, [own] * self.size, pieces))
+            own = out[low:high]
+            for term in terms:
+                sum_terms(term.values, own[term.offset : term.offset + term.values[0].numel()])
+            terms.clear()
+            pieces = [[out[a:b]] for a, b in zip(bounds, bounds[1:], strict=False)]
+            return Pending(self, entry, self._exchange(entry, [[own]] * self.size, pieces))
 
-        return Pending(self, entry, self._exchange(entry, outgoing, received)).then(gather)
+        return Pending(self, entry, works).then(gather)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Give every rank the bytes that the first rank of the channel holds in `tensor` (contiguous, any dtype)."""
@@ -158,7 +171,7 @@ class Channel:
             return rows.copy_(values)
         rows[self.index] = values
         if self.point_to_point:
-            Pending(self, entry, self._exchange(entry, [values] * self.size, list(rows))).wait()
+            Pending(self, entry, self._exchange(entry, [[values]] * self.size, [[row] for row in rows])).wait()
         else:
             work = torch_compat.all_gather_single(rows.view(-1), values, group=self.group, async_op=True)
             Pending(self, entry, [work]).wait()
@@ -185,13 +198,37 @@ class Channel:
         self.traffic.add(kind, sent_bytes)
         return entry
 
-    def _exchange(
-        self, entry: tuple[int, str], outgoing: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-    ) -> list[Any]:
-        """Send `outgoing[i]` to rank i and receive `received[i]` from it, for every other rank of the channel.
+    def _scatter(
+        self, entry: tuple[int, str], parts: Sequence[torch.Tensor], bounds: Sequence[int], wire: torch.dtype
+    ) -> tuple[list[Term], list[Any]]:
+        """Send every rank its range `bounds[i]:bounds[i + 1]` of the buffer that `parts` make up; the terms of one's own.
 
-        The tag carries the collective's place, label and engine: ranks that are not in the same one cannot take each other's
-        bytes for their own; they wait, and the watch says who is where.
+        Ranges are cut where parts meet, which is alike on every rank, so each cut is a message of its own.
+        """
+        ranges = [cut(parts, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        mine = ranges[self.index]
+        numel = bounds[self.index + 1] - bounds[self.index]
+        arriving = [None if i == self.index else parts[0].new_empty(numel, dtype=wire) for i in range(self.size)]
+        terms, received = [], [[] for _ in arriving]
+        for offset, own in mine:
+            landing = [None if buffer is None else buffer[offset : offset + own.numel()] for buffer in arriving]
+            terms.append(Term(offset, [own] + [value for value in landing if value is not None]))
+            for slot, value in zip(received, landing, strict=True):
+                if value is not None:
+                    slot.append(value)
+        outgoing = [[] if i == self.index else [t.to(wire) for _, t in r] for i, r in enumerate(ranges)]
+        return terms, self._exchange(entry, outgoing, received)
+
+    def _exchange(
+        self,
+        entry: tuple[int, str],
+        outgoing: Sequence[Sequence[torch.Tensor]],
+        received: Sequence[Sequence[torch.Tensor]],
+    ) -> list[Any]:
+        """Send the tensors `outgoing[i]` to rank i and receive `received[i]` from it, for every other rank.
+
+        The tag carries the collective's place, label and engine: ranks that are not in the same one cannot take each
+        other's bytes for their own; they wait, and the watch says who is where.
         """
         place = zlib.crc32(f"{self.watch.job} {entry[1]}".encode())
         tag = (entry[0] & 0x7FFF) << 15 | place & 0x7FFF
@@ -199,10 +236,12 @@ class Channel:
         with self.watch.waiting(self, entry):
             for offset in range(1, self.size):
                 to, source = (self.index + offset) % self.size, (self.index - offset) % self.size
-                if outgoing[to].numel():
-                    works.append(dist.isend(outgoing[to], self.ranks[to], group=self.group, tag=tag))
-                if received[source].numel():
-                    works.append(dist.irecv(received[source], self.ranks[source], group=self.group, tag=tag))
+                for tensor in received[source]:
+                    if tensor.numel():
+                        works.append(dist.irecv(tensor, self.ranks[source], group=self.group, tag=tag))
+                for tensor in outgoing[to]:
+                    if tensor.numel():
+                        works.append(dist.isend(tensor, self.ranks[to], group=self.group, tag=tag))
         return works
 
     def join(self, works: list[Any], entry: tuple[int, str]) -> None:
@@ -227,6 +266,14 @@ class Channel:
             pass
 
 
+@dataclass(frozen=True)
+class Term:
+    """What the ranks contribute to a stretch of a piece, from element `offset` on: one value each, this rank's own first."""
+
+    offset: int
+    values: list[torch.Tensor]
+
+
 def _device_of(backend: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or backend in ("none", "gloo", "fake"):
@@ -234,16 +281,29 @@ def _device_of(backend: str) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def sum_pieces(pieces: list[torch.Tensor], out: torch.Tensor, into_is: int | None = None) -> None:
-    """`out = sum(pieces)` in `out`'s dtype, in rank order where that is free; `pieces[into_is]` is `out` itself.
+def cut(parts: Sequence[torch.Tensor], low: int, high: int) -> list[tuple[int, torch.Tensor]]:
+    """Elements `[low, high)` of the buffer that `parts` make up: slices of the parts, with their offsets from `low`."""
+    slices, start = [], 0
+    for part in parts:
+        stop = start + part.numel()
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            slices.append((first - low, part[first - start : last - start]))
+        start = stop
+    return slices
 
-    With two ranks the sum is commutative; with more, adding in rank order except for the own piece is the same on the
-    rank that owns the piece in every run, and only that rank computes it.
-    """
-    if into_is is None:
-        out.copy_(pieces[0])
-        rest = pieces[1:]
+
+def sum_terms(values: Sequence[torch.Tensor], out: torch.Tensor, fresh: bool = True) -> None:
+    """`out = sum(values)`, or `out += sum(values)` unless `fresh`, in `out`'s dtype. `out` may be `values[0]` itself."""
+    same = all(value.dtype == out.dtype for value in values)
+    if fresh and same and len(values) > 1:
+        torch.add(values[0], values[1], out=out)
+        rest = values[2:]
+    elif fresh:
+        total = values[0].to(out.dtype)
+        out.copy_(total)
+        rest = values[1:]
     else:
-        rest = [p for i, p in enumerate(pieces) if i != into_is]
-    for piece in rest:
-        out.add_(piece)
+        rest = values
+    for value in rest:
+        out.add_(value)

@@ -67,30 +67,27 @@ class Access:
             return None
         slot = gradients.layout.slots[place.index]
         total = torch.zeros(slot.numel, dtype=gradients.sum_dtype, device=gradients.device)
-        if gradients.full is not None and gradients.filled[place.index]:
-            total += gradients.full[slot.start : slot.stop]
+        mine = gradients.unreduced(place.index)
+        if mine is not None:
+            total += mine
         for share, copies in ((gradients.partial, 1), (gradients.settled, gradients.plan.replicate.size)):
             for low, high, offset in _own_range(place) if share is not None else ():
                 total[low:high] += share[offset : offset + high - low] / copies  # type: ignore[index]
         if self.world.size > 1:
-            self.world.all_reduce(total, total.dtype, f"gradient of {place.name}").wait()
+            self.world.all_reduce([total], total, total.dtype, f"gradient of {place.name}").wait()
         return total.div_(self.divisor()).view(slot.shape)
 
     def set_gradient(self, place: Place, value: torch.Tensor) -> None:
         gradients = place.buffer.gradients
         if gradients is None:
             raise ZerotrainError(f"parameter '{place.name}' is frozen and has no gradient")
-        slot = gradients.layout.slots[place.index]
         total = (value.to(gradients.device, gradients.sum_dtype) * self.divisor()).reshape(-1)
         if gradients.settled is None and gradients.partial is None:  # nothing reduced: rank 0 speaks for all
-            gradients.accept(place.index, total, narrow=False)
-            assert gradients.full is not None
-            mine = total if self.world.index == 0 else torch.zeros_like(total)
-            gradients.full[slot.start : slot.stop].copy_(mine)
+            gradients.put(place.index, total if self.world.index == 0 else torch.zeros_like(total))
             return
         gradients.touched[place.index] = True
-        if gradients.full is not None and gradients.filled[place.index]:
-            gradients.full[slot.start : slot.stop].zero_()
+        if gradients.unreduced(place.index) is not None:
+            gradients.put(place.index, torch.zeros_like(total))
         shares = [share for share in (gradients.settled, gradients.partial) if share is not None]
         speaks = gradients.settled is not None or gradients.plan.replicate.index == 0
         for low, high, offset in _own_range(place):

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from zerotrain.comm import Channel
 from zerotrain.zero.discover import UnitSpec, find_units
-from zerotrain.zero.gradients import Partition, accumulation_dtype
+from zerotrain.zero.gradients import LARGE, Partition, accumulation_dtype
 from zerotrain.zero.layout import FlatLayout
 from zerotrain.zero.unit import FlatBuffer, Unit
 
@@ -64,7 +64,7 @@ def make_buffers(
         sorts.setdefault(key, []).append((name, parameter))
     buffers = []
     for (given, kept, trainable), members in sorts.items():
-        members.sort(key=lambda member: (options.group_of(member[1]), member[1].numel() % ALIGN != 0))
+        members.sort(key=lambda member: _order(member[1], options))
         sort = f" ({kept}, {'trainable' if trainable else 'frozen'})" if len(sorts) > 1 else ""
         buffer = FlatBuffer(f"unit '{spec.name}'{sort}", members, plan)
         wide = accumulation_dtype(given) if trainable else given
@@ -73,6 +73,11 @@ def make_buffers(
         buffer.fill(whole, kept)
         buffers.append(buffer)
     return buffers
+
+
+def _order(parameter: nn.Parameter, options: BuildOptions) -> tuple[bool, int, bool]:
+    """Large parameters first (see `Gradients`), those of one optimizer group side by side, odd sizes last."""
+    return parameter.numel() < LARGE, options.group_of(parameter), parameter.numel() % ALIGN != 0
 
 
 def flattened(

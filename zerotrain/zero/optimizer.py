@@ -55,7 +55,7 @@ class Segment:
         """The segment's part of the reduced sums; None before anything was reduced."""
         gradients = self.buffer.gradients
         assert gradients is not None
-        return None if gradients.settled is None else gradients.settled[self.start : self.stop]
+        return gradients.reduced(self.start, self.stop)
 
     @property
     def start(self) -> int:
@@ -134,11 +134,14 @@ class ShardedOptimizer:
         by_name = dict(zip(buffer.names, buffer.parameters, strict=True))
         run: list[Fragment] = []
         previous: tuple[int, Any] | None = None
+        gradients = buffer.gradients
+        assert gradients is not None
+        breaks = set(gradients.part_starts) if gradients.plan.alone else set()
         for fragment in buffer.layout.fragments(buffer.index):
             parameter = by_name[fragment.name]
             group = self._group_of.get(parameter)
             key = None if group is None else (group, _scalars(states.get(parameter, {})))
-            if run and key != previous:
+            if run and (key != previous or fragment.offset in breaks):
                 yield previous[0] if previous else 0, tuple(run)
                 run = []
             previous = key

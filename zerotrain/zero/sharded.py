@@ -107,7 +107,7 @@ class ShardedModel:
     @property
     def alone(self) -> bool:
         """One rank: nothing is gathered or reduced."""
-        return self.plan.shards * self.plan.replicate.size == 1
+        return self.plan.alone
 
     def units_of(self, module: nn.Module) -> list[Unit]:
         """The units of the parameters that `module` itself owns."""
@@ -208,7 +208,7 @@ class ShardedModel:
                 "same backward. Run this backward inside `engine.no_sync()`; the step then reduces everything at once"
             )
         assert buffer.gradients is not None
-        buffer.gradients.accept(index, grad, self.reductions.narrow(unit))
+        buffer.gradients.accept(index, grad)
         if self.reductions.arrived(unit) and (not self.watches_inputs(unit) or self._open_inputs.get(unit) == 0):
             self._left(unit)
 
@@ -318,5 +318,4 @@ class ShardedModel:
         for unit in self.units:
             if unit.residence is Residence.PENDING and not unit.sharded:
                 unit.wait()
-        self.plan.pool.clear()
 
