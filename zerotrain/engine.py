@@ -128,7 +128,9 @@ class Engine:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ZerotrainError(f"engine.backward needs a scalar loss, not {shape}; reduce it (loss.mean(), or loss.sum() with tokens=)")
+            raise ZerotrainError(
+                f"engine.backward needs a scalar loss, not {shape}; reduce it (loss.mean(), or loss.sum() with tokens=)"
+            )
         self._progress("backward")
         self._window.add(loss, tokens)
         self._driven = True
@@ -169,7 +171,9 @@ class Engine:
         ranks alike (`skipped_steps`), and the scheduler does not advance.
         """
         if self.optimizer is None or self._sharded_optimizer is None:
-            raise ZerotrainError("this engine has no optimizer; give initialize() one, or an `optimizer` section in the config")
+            raise ZerotrainError(
+                "this engine has no optimizer; give initialize() one, or an `optimizer` section in the config"
+            )
         self._progress("step")
         if self._model.in_backward:
             self._forget()
@@ -252,13 +256,17 @@ class Engine:
         )
         seen = report.exchange(world, local, self._norm_order, replicas)
         if seen.untouched:
-            shared = report.union(world, torch.tensor(flags, dtype=torch.uint8, device=world.device), "gradients").tolist()
+            shared = report.union(
+                world, torch.tensor(flags, dtype=torch.uint8, device=world.device), "gradients"
+            ).tolist()
             for gradients in trainable:
                 gradients.touched = [bool(flag) for flag in shared[: len(gradients.touched)]]
                 shared = shared[len(gradients.touched) :]
         optimizer.attach_gradients()
         if not math.isfinite(seen.norm) and report.first_not_finite(world, optimizer.segments, self._job.names) is None:
-            exact = report.power_sum(optimizer.segments, self._norm_order, exact=True)  # the squares overflowed, not the gradients
+            exact = report.power_sum(
+                optimizer.segments, self._norm_order, exact=True
+            )  # the squares overflowed, not the gradients
             seen = report.exchange(world, local.with_power_sum(exact), self._norm_order, replicas)
         return seen
 
@@ -319,6 +327,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
+        """What fp16 losses are multiplied by; 1.0 in other dtypes."""
         return self._loss_scale.scale
 
     @property
@@ -328,13 +337,16 @@ class Engine:
 
     @property
     def units(self) -> list[Unit]:
+        """What is gathered and reduced together, in the order of the model."""
         return list(self._model.units)
 
     def train(self, mode: bool = True) -> Engine:
+        """Put the model into training mode, or with `mode=False` into evaluation mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """Put the model into evaluation mode."""
         return self.train(False)
 
     def held_bytes(self) -> dict[str, int]:
@@ -364,7 +376,7 @@ class Engine:
         thaw(self._access, self._job.options)
 
     def _scale_outputs(self, output: Any) -> Any:
-        return map_tensors(output, lambda t: _ScaleGradient.apply(t, self) if t.requires_grad else t)
+        return map_tensors(output, lambda t: _scaled_gradient(t, self) if t.requires_grad else t)
 
     def _mean_divisor(self, tokens: float, counted: bool, micro_batches: int) -> float:
         return tokens if counted else float(max(1, micro_batches) * self.world_size)
@@ -419,14 +431,19 @@ class _ScaleGradient(torch.autograd.Function):
     """The identity; its backward multiplies by the loss scale where `loss.backward()` was called without the engine."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, engine: Engine) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, engine: Engine) -> torch.Tensor:
         ctx.engine = engine
         return tensor.view_as(tensor).float() if tensor.dtype == torch.float16 else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         engine: Engine = ctx.engine
         return (grad if engine._driven else grad * engine.loss_scale), None
+
+
+def _scaled_gradient(tensor: torch.Tensor, engine: Engine) -> torch.Tensor:
+    scaled: torch.Tensor = _ScaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -434,5 +451,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]
     if not isinstance(loss, torch.Tensor):
-        raise ZerotrainError("train_batch needs a model that returns its loss: a scalar, `.loss`, or a tuple that starts with it")
+        raise ZerotrainError(
+            "train_batch needs a model that returns its loss: a scalar, `.loss`, or a tuple that starts with it"
+        )
     return loss

@@ -22,8 +22,8 @@ from zerotrain.data import build_loader
 from zerotrain.errors import RankMismatchError, ZerotrainError
 from zerotrain.mesh import ProcessMesh
 from zerotrain.optim import build_optimizer, build_scheduler
-from zerotrain.zero.build import BuildOptions, build_units, check_model
 from zerotrain.zero.buffers import ModuleBuffers
+from zerotrain.zero.build import BuildOptions, build_units, check_model
 from zerotrain.zero.discover import aliases
 from zerotrain.zero.elementwise import refusal
 from zerotrain.zero.gradients import Partition
@@ -75,9 +75,9 @@ class Job:
     names: list[str] = field(default_factory=list)
     """Every parameter's name, in the order of the model."""
 
-
     @property
     def world(self) -> Channel:
+        """The channel among all ranks."""
         return self.channels.world
 
     def signature(self) -> int:
@@ -142,6 +142,7 @@ class Channels:
         )
 
     def close(self) -> None:
+        """End the groups that were made for this engine."""
         for channel in (self.gather, self.reduce, self.replicate):
             group, channel.group = channel.group, None
             if group is not None and dist.is_initialized():
@@ -226,7 +227,9 @@ class _Builder:
             if other != everyone[0]:
                 found = differences(everyone[0], other)
                 shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-                raise RankMismatchError(f"rank 0 and rank {rank} were given different jobs (rank 0 != rank {rank}): {shown}")
+                raise RankMismatchError(
+                    f"rank 0 and rank {rank} were given different jobs (rank 0 != rank {rank}): {shown}"
+                )
         return optimizer
 
     def _describe(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -253,7 +256,9 @@ class _Builder:
         """The user's optimizer, or the one that its factory or the config makes, fit for fragments."""
         request, config = self.request, self.config
         check_model(request.model)
-        parameters = list(request.model_parameters) if request.model_parameters is not None else list(request.model.parameters())
+        parameters = (
+            list(request.model_parameters) if request.model_parameters is not None else list(request.model.parameters())
+        )
         optimizer = request.optimizer
         if optimizer is None and config.optimizer is not None:
             optimizer = build_optimizer(config.optimizer, parameters)
@@ -261,10 +266,14 @@ class _Builder:
             optimizer = optimizer(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             if optimizer is not None:
-                raise ValueError(f"optimizer= must be a torch optimizer or a callable that makes one, not {type(optimizer).__name__}")
+                raise ValueError(
+                    f"optimizer= must be a torch optimizer or a callable that makes one, not {type(optimizer).__name__}"
+                )
             return None
         if not any(p.requires_grad for p in request.model.parameters()):
-            raise ValueError("the model has no trainable parameter (requires_grad is False on all of them), so there is nothing to optimize")
+            raise ValueError(
+                "the model has no trainable parameter (requires_grad is False on all of them), so there is nothing to optimize"
+            )
         reason = None if config.zero_allow_untested_optimizer else refusal(optimizer)
         if reason is not None:
             raise ValueError(
@@ -317,7 +326,13 @@ class _Builder:
             return None
         ranks = (self.mesh.rank, self.mesh.world_size)
         return build_loader(
-            request.training_data, request.collate_fn, self.batch.micro, device, ranks, config.dataloader_drop_last, config.seed
+            request.training_data,
+            request.collate_fn,
+            self.batch.micro,
+            device,
+            ranks,
+            config.dataloader_drop_last,
+            config.seed,
         )
 
     def _loss_scale(self) -> LossScale:

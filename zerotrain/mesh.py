@@ -30,6 +30,7 @@ class ProcessMesh:
 
     @property
     def world_size(self) -> int:
+        """All ranks: `dp_replicate * dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -38,9 +39,11 @@ class ProcessMesh:
         return self.rank % self.dp_shard
 
     def shard_groups(self) -> list[list[int]]:
+        """The ranks of each group that shares one copy of the states."""
         return [list(range(r * self.dp_shard, (r + 1) * self.dp_shard)) for r in range(self.dp_replicate)]
 
     def replicate_groups(self) -> list[list[int]]:
+        """The ranks of each group that holds the same shard."""
         return [list(range(s, self.world_size, self.dp_shard)) for s in range(self.dp_shard)]
 
     def new_group(self, groups: list[list[int]]) -> tuple[list[int], dist.ProcessGroup | None]:

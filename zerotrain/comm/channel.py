@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Pending:
         return not self._works and not self._steps
 
     def wait(self) -> None:
+        """Return when everything is done. Raises RankMismatchError where that will never be."""
         while not self.advance():
             pass
 
@@ -89,7 +91,9 @@ class Channel:
         flat, own = flat.view(torch.uint8), own.view(torch.uint8)
         entry = self._begin("all_gather", label, (self.size - 1) * own.numel())
         if self.point_to_point:
-            return Pending(self, entry, self._exchange(entry, [[own]] * self.size, [[p] for p in flat.chunk(self.size)]))
+            return Pending(
+                self, entry, self._exchange(entry, [[own]] * self.size, [[p] for p in flat.chunk(self.size)])
+            )
         work = torch_compat.all_gather_single(flat, own, group=self.group, async_op=True)
         return Pending(self, entry, [work])
 
@@ -145,7 +149,7 @@ class Channel:
             for term in terms:
                 sum_terms(term.values, own[term.offset : term.offset + term.values[0].numel()])
             terms.clear()
-            pieces = [[out[a:b]] for a, b in zip(bounds, bounds[1:], strict=False)]
+            pieces = [[out[a:b]] for a, b in pairwise(bounds)]
             return Pending(self, entry, self._exchange(entry, [[own]] * self.size, pieces))
 
         return Pending(self, entry, works).then(gather)
@@ -205,11 +209,12 @@ class Channel:
 
         Ranges are cut where parts meet, which is alike on every rank, so each cut is a message of its own.
         """
-        ranges = [cut(parts, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        ranges = [cut(parts, a, b) for a, b in pairwise(bounds)]
         mine = ranges[self.index]
         numel = bounds[self.index + 1] - bounds[self.index]
         arriving = [None if i == self.index else parts[0].new_empty(numel, dtype=wire) for i in range(self.size)]
-        terms, received = [], [[] for _ in arriving]
+        terms: list[Term] = []
+        received: list[list[torch.Tensor]] = [[] for _ in arriving]
         for offset, own in mine:
             landing = [None if buffer is None else buffer[offset : offset + own.numel()] for buffer in arriving]
             terms.append(Term(offset, [own] + [value for value in landing if value is not None]))
@@ -259,7 +264,9 @@ class Channel:
         try:
             if self.point_to_point:  # gloo closes every pair of a group in which a receive has timed out
                 peer = self.ranks[(self.index + 1) % self.size]
-                dist.irecv(torch.empty(1), peer, group=self.group, tag=0x7FFFFFF0).wait(timedelta(milliseconds=1))
+                work = dist.irecv(torch.empty(1), peer, group=self.group, tag=0x7FFFFFF0)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
             else:
                 torch_compat.abort_native(self.group)
         except RuntimeError:
@@ -268,7 +275,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Term:
-    """What the ranks contribute to a stretch of a piece, from element `offset` on: one value each, this rank's own first."""
+    """What the ranks contribute to a stretch of a piece, from element `offset` on: one value each, the own first."""
 
     offset: int
     values: list[torch.Tensor]

@@ -14,7 +14,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def default_store() -> Any:
     """A connection of its own to the store that the default process group was made with, or None."""
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):

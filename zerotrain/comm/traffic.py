@@ -19,6 +19,7 @@ class Traffic:
         self.sent_bytes: Counter[str] = Counter()
 
     def add(self, kind: str, sent_bytes: int) -> None:
+        """Count one collective of `kind` that sends `sent_bytes` bytes."""
         self.calls[kind] += 1
         self.sent_bytes[kind] += sent_bytes
 
@@ -28,5 +29,6 @@ class Traffic:
         return sum(self.sent_bytes.values())
 
     def reset(self) -> None:
+        """Start counting anew."""
         self.calls.clear()
         self.sent_bytes.clear()

@@ -42,6 +42,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
+        """How long it has lasted."""
         return time.monotonic() - self.started
 
 
@@ -66,6 +67,7 @@ class Watch:
         Watch._engines[job] = self
 
     def register(self, channel: Channel) -> None:
+        """Watch `channel` as well."""
         self._channels[channel.name] = channel
 
     def start(self) -> None:

@@ -41,12 +41,14 @@ class Access:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def parameter(self, place: Place) -> torch.Tensor:
+        """The whole values of a parameter, from the masters where there are any."""
         buffer = place.buffer
         self.model.adopt_edits()
         flat = buffer.whole(buffer.shard if buffer.master is None else buffer.master)
         return _cut(flat, place).clone()
 
     def set_parameter(self, place: Place, value: torch.Tensor) -> None:
+        """Write whole values, into the masters too."""
         buffer = place.buffer
         wide = buffer.shard if buffer.master is None else buffer.master
         _write_share(wide, place, value)
@@ -60,6 +62,7 @@ class Access:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def gradient(self, place: Place) -> torch.Tensor | None:
+        """The mean gradient of the open window so far, or None where no rank has one."""
         gradients = place.buffer.gradients
         touched = gradients is not None and gradients.touched[place.index]
         flag = torch.tensor([touched], dtype=torch.uint8, device=self.world.device)
@@ -78,6 +81,7 @@ class Access:
         return total.div_(self.divisor()).view(slot.shape)
 
     def set_gradient(self, place: Place, value: torch.Tensor) -> None:
+        """Put `value` in the place of the open window's mean gradient."""
         gradients = place.buffer.gradients
         if gradients is None:
             raise ZerotrainError(f"parameter '{place.name}' is frozen and has no gradient")
@@ -99,6 +103,7 @@ class Access:
     # -- optimizer state ----------------------------------------------------------------------------------------------
 
     def optimizer_state(self, place: Place, key: str) -> torch.Tensor:
+        """The whole state `key`; KeyError where no rank holds any."""
         mine = self._segments(place)
         states = [(s, f, self._optimizer().optimizer.state.get(s.tensor, {}).get(key)) for s, f in mine]
         kind = _Kind.of(states)
@@ -122,6 +127,7 @@ class Access:
         return {key: self.optimizer_state(place, key) for key in dict.fromkeys(k for keys in everyone for k in keys)}
 
     def set_optimizer_state(self, place: Place, key: str, value: torch.Tensor) -> None:
+        """Write the whole state `key`, or a scalar one where the parameter is stepped by itself."""
         for segment, fragment in self._segments(place):
             state = self._optimizer().optimizer.state[segment.tensor]
             held = state.get(key)
@@ -258,7 +264,7 @@ def set_full_optimizer_state(parameter: nn.Parameter, key: str, value: torch.Ten
     access.set_optimizer_state(place, key, value)
 
 
-def _access(parameter: nn.Parameter) -> Access | None:
+def _access(parameter: Any) -> Access | None:
     found = parameter.__dict__.get("_zerotrain_access")
     return found() if found is not None else None
 
@@ -275,7 +281,8 @@ def _units(chosen: Any) -> list[tuple[Access, Unit]]:
     items = [chosen] if isinstance(chosen, (torch.Tensor, nn.Module)) else list(chosen)
     found: dict[Unit, Access] = {}
     for item in items:
-        for parameter in item.parameters() if isinstance(item, nn.Module) else [item]:
+        members: Iterable[Any] = item.parameters() if isinstance(item, nn.Module) else [item]
+        for parameter in members:
             access = _access(parameter)
             place = access.model.place(parameter) if access is not None else None
             if access is not None and place is not None:

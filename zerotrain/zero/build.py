@@ -126,6 +126,8 @@ def check_model(model: nn.Module) -> None:
         where = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
         raise ValueError(f"the model's parameters are on several devices ({where}); move it to one before initialize()")
     if any(device.type == "meta" for device in devices):
-        raise ValueError("the model is on the meta device and has no values; materialise it (model.to_empty, then its initialisation)")
+        raise ValueError(
+            "the model is on the meta device and has no values; materialise it (model.to_empty, then its initialisation)"
+        )
     if not devices:
         raise ValueError("the model has no parameters, so nothing in it is trainable")

@@ -29,9 +29,11 @@ class UnitSpec:
 
     @property
     def numel(self) -> int:
+        """Elements of all its parameters."""
         return sum(p.numel() for _, p in self.parameters)
 
     def merge(self, other: UnitSpec) -> None:
+        """Take in the parameters and entries of a neighbour."""
         self.modules += [m for m in other.modules if m not in self.modules]
         self.parameters += other.parameters
         self.tied = self.tied or other.tied

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def refusal(optimizer: torch.optim.Optimizer) -> str | None:
         except Exception as error:
             return f"{name} could not be tried on flat pieces of a parameter: {type(error).__name__}: {error}"
         if not torch.allclose(whole, pieces, rtol=1e-6, atol=1e-9):
-            return f"{name} updates a flat piece of a parameter differently from the same elements in the whole parameter"
+            return (
+                f"{name} updates a flat piece of a parameter differently from the same elements in the whole parameter"
+            )
     return None
 
 
@@ -38,7 +41,7 @@ def _train(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: bool) -
     generator = torch.Generator().manual_seed(1)
     device = next((p.device for p in group["params"]), torch.device("cpu"))
     start = torch.randn(SHAPE, generator=generator)
-    slices = [slice(a, b) for a, b in zip(CUTS, CUTS[1:], strict=False)]
+    slices = [slice(a, b) for a, b in pairwise(CUTS)]
     flat = start.reshape(-1)
     values = [flat[s].clone() for s in slices] if cut else [start]
     parameters = [nn.Parameter(value.to(device)) for value in values]

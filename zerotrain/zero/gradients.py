@@ -140,7 +140,8 @@ class Gradients:
         if partial is None:
             return None
         if self.plan.replicate.size == 1:
-            return self._finish(partial)
+            self._finish(partial)
+            return None
         pending = self.plan.replicate.all_reduce([partial], partial, self._wire(narrow=False), self.name)
         return pending.then(lambda: self._finish(partial))
 

@@ -44,6 +44,7 @@ class Hook:
         self._bound = bound
 
     def __call__(self, *args: Any) -> Any:
+        """Call the method, if the driver still lives."""
         driver = self._driver()
         return None if driver is None else self._method(driver, *self._bound, *args)
 
@@ -123,9 +124,7 @@ def _exit(driver: ShardedModel, unit_ref: ref[Unit], module: nn.Module, args: An
     driver.exit(unit)
 
 
-def _announce_backward(
-    driver: ShardedModel, unit: Unit, unit_ref: ref[Unit], module: nn.Module, output: Any
-) -> None:
+def _announce_backward(driver: ShardedModel, unit: Unit, unit_ref: ref[Unit], module: nn.Module, output: Any) -> None:
     """Have the backward say when it comes to the unit, or keep the unit whole where nothing could say so."""
     storages = {b.flat.untyped_storage()._cdata for b in unit.buffers}
     hook = Hook(driver, _enter_backward, unit_ref)

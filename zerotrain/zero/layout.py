@@ -29,10 +29,12 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
+        """The element behind its last."""
         return self.start + self.numel
 
 
@@ -47,6 +49,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
+        """Elements of the fragment."""
         return self.stop - self.start
 
 
@@ -85,6 +88,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
+        """Elements of each shard, padding included."""
         return -(-self.used // self.shards)
 
     def shard_range(self, shard: int) -> tuple[int, int]:

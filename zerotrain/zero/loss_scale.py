@@ -25,6 +25,7 @@ class LossScale:
     """Overflows still tolerated before the scale falls."""
 
     def after(self, overflow: bool) -> LossScale:
+        """The scale for the step that follows one with, or without, an overflow."""
         if not self.dynamic:
             return self
         if overflow:

@@ -40,6 +40,7 @@ class Segment:
 
     @classmethod
     def over(cls, buffer: FlatBuffer, group: int, fragments: tuple[Fragment, ...]) -> Segment:
+        """The segment that `fragments`, which lie side by side, make up."""
         assert buffer.master is not None
         run = buffer.master[fragments[0].offset : fragments[-1].offset + fragments[-1].numel]
         slots = tuple(buffer.layout.index[f.name] for f in fragments)
@@ -59,10 +60,12 @@ class Segment:
 
     @property
     def start(self) -> int:
+        """Its first element in the shard."""
         return self.fragments[0].offset
 
     @property
     def stop(self) -> int:
+        """The element behind its last in the shard."""
         return self.fragments[-1].offset + self.fragments[-1].numel
 
 
@@ -236,6 +239,7 @@ class ShardedOptimizer:
             self.detach_gradients()
 
     def detach_gradients(self) -> None:
+        """Let go of the gradients that were attached."""
         for segment in self.segments:
             segment.tensor.grad = None
 
@@ -277,7 +281,9 @@ def _check_step(owner: ShardedOptimizer, optimizer: torch.optim.Optimizer, args:
         raise ZerotrainError("optimizers with a closure evaluate the model several times within a step, which sharded "
                              "training does not support; use one that steps from gradients (SGD, Adam, ...)")  # fmt: skip
     if not owner._stepping:
-        raise ZerotrainError("call engine.step() instead of optimizer.step(): it reduces the gradients over the ranks first")
+        raise ZerotrainError(
+            "call engine.step() instead of optimizer.step(): it reduces the gradients over the ranks first"
+        )
 
 
 def is_per_element(key: str, value: Any, segment: Segment) -> bool:

@@ -33,6 +33,7 @@ class Local:
     """Hash of every collective entered so far."""
 
     def with_power_sum(self, power_sum: float) -> Local:
+        """The same row with another sum of powers."""
         return replace(self, power_sum=power_sum)
 
 

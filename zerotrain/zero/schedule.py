@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerotrain.comm import Pending
-from zerotrain.zero.unit import Residence, Unit
+from zerotrain.zero.unit import Unit
 
 IN_FLIGHT = 2  # reductions under way at a time; each holds a whole gradient buffer of its unit
 
@@ -62,6 +62,7 @@ class GatherSchedule:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
+        """A forward of the whole model begins; `training`: with gradients."""
         self._pass = Pass.FORWARD if training else Pass.EVALUATION
         self._program, self._cursor = list(self.order if training else self._last_evaluation), 0
         self._visited = []
@@ -121,6 +122,7 @@ class GatherSchedule:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        """A backward begins."""
         self._pass = Pass.BACKWARD
         self._program, self._cursor = list(reversed(self.order)), 0
 

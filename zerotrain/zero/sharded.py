@@ -29,10 +29,12 @@ class Place:
 
     @property
     def name(self) -> str:
+        """The parameter's first name in the model."""
         return self.buffer.names[self.index]
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The parameter itself."""
         return self.buffer.parameters[self.index]
 
 
@@ -99,9 +101,11 @@ class ShardedModel:
         self.reductions.include(self.units)
 
     def place(self, parameter: nn.Parameter) -> Place | None:
+        """Where `parameter` lives; None for one of another model."""
         return self._places.get(parameter)
 
     def places(self) -> Iterator[Place]:
+        """Every parameter's place."""
         yield from self._places.values()
 
     @property
@@ -148,6 +152,7 @@ class ShardedModel:
         self.gathers.forget_graphs()
 
     def enter(self, unit: Unit, module: nn.Module) -> None:
+        """A module of `unit` is about to compute."""
         unit.running += 1
         if self.in_backward:  # recomputation
             self.gathers.need(unit)
@@ -157,6 +162,7 @@ class ShardedModel:
         self.gathers.enter(unit)
 
     def exit(self, unit: Unit) -> None:
+        """A module of `unit` has computed."""
         unit.running = max(0, unit.running - 1)
         if unit.running == 0 and not self.in_backward:
             self.gathers.exit(unit)
@@ -201,6 +207,7 @@ class ShardedModel:
         self.gathers.need(unit)
 
     def gradient_arrived(self, unit: Unit, buffer: FlatBuffer, index: int, grad: torch.Tensor) -> None:
+        """Take a parameter's gradient over; ZerotrainError where its unit has been reduced already."""
         self.begin_backward()
         if self.reductions.taken(unit):
             raise ZerotrainError(
@@ -217,9 +224,11 @@ class ShardedModel:
         return len(unit.trainable) < len(unit.buffers)
 
     def open_input(self, unit: Unit) -> None:
+        """An input of `unit` will tell when the backward has passed it."""
         self._open_inputs[unit] = self._open_inputs.get(unit, 0) + 1
 
     def close_input(self, unit: Unit) -> None:
+        """The backward has passed an input of `unit`."""
         self._open_inputs[unit] -= 1
         if self._open_inputs[unit] == 0 and self.in_backward and not self.reductions.incomplete(unit):
             self._left(unit)
@@ -287,7 +296,9 @@ class ShardedModel:
                 for buffer in unit.buffers:
                     buffer.check()
         self.adopt_edits()
-        if self.on_thaw is not None and any(p.requires_grad for u in self.units for b in u.frozen for p in b.parameters):
+        if self.on_thaw is not None and any(
+            p.requires_grad for u in self.units for b in u.frozen for p in b.parameters
+        ):
             self.on_thaw()
 
     def adopt_edits(self) -> None:
@@ -318,4 +329,3 @@ class ShardedModel:
         for unit in self.units:
             if unit.residence is Residence.PENDING and not unit.sharded:
                 unit.wait()
-

@@ -57,4 +57,3 @@ def _lay_out_again(unit: Unit, access: Access, options: BuildOptions) -> None:
     unit.pinned = False
     if unit.running == 0:
         unit.release()
-

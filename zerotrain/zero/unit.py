@@ -21,7 +21,7 @@ from torch import nn
 
 from zerotrain.comm import Pending
 from zerotrain.errors import ZerotrainError
-from zerotrain.zero.gradients import Partition, Gradients, accumulation_dtype
+from zerotrain.zero.gradients import Gradients, Partition, accumulation_dtype
 from zerotrain.zero.guard import guard, unguard
 from zerotrain.zero.layout import FlatLayout
 
@@ -78,6 +78,7 @@ class FlatBuffer:
 
     @property
     def gathers(self) -> bool:
+        """Whether it is ever put together from the ranks' shards."""
         """Whether there is anything to gather: more than one shard, of values that change or are not kept whole."""
         return self.layout.shards > 1
 
@@ -99,6 +100,7 @@ class FlatBuffer:
         return flat
 
     def empty(self) -> None:
+        """Give the memory of `flat` back, where the parameters are sharded."""
         if self.sharded:
             self.flat.untyped_storage().resize_(0)
 
@@ -177,6 +179,7 @@ class Unit:
         self._pending: list[Pending] = []
 
     def lay_out(self, buffers: Sequence[FlatBuffer]) -> None:
+        """Take `buffers` in the place of those it had."""
         self.buffers = tuple(buffers)
         self.trainable = tuple(b for b in buffers if b.trainable)
         self.frozen = tuple(b for b in buffers if not b.trainable)
@@ -184,14 +187,17 @@ class Unit:
 
     @property
     def sharded(self) -> bool:
+        """Whether its parameters are whole only while it computes."""
         return any(b.sharded for b in self.buffers)
 
     @property
     def gathers(self) -> bool:
+        """Whether it is ever put together from the ranks' shards."""
         return any(b.gathers for b in self.buffers)
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Its parameters, buffer by buffer."""
         for buffer in self.buffers:
             yield from buffer.parameters
 
