@@ -154,7 +154,9 @@ def test_share_of_one_in_1024_ranks(stage: int, mode: dict[str, Any]) -> None:
     want = per_parameter(stage, world, bool(mode)) * parameters
     unit = width * width + width
     slack = (2 * unit * (2 if mode else 4) + 2 * unit * 4) if stage >= 2 else 0
-    assert 0.98 * want <= measured <= 1.02 * want + slack, (measured / parameters, want / parameters)
+    # A 16-bit gradient that came once in the window is still in 16 bits: less than the formula's four bytes.
+    spared = 2 * parameters if mode and stage < 2 else 0
+    assert 0.98 * (want - spared) <= measured <= 1.02 * want + slack, (measured / parameters, want / parameters)
     if stage == 3:  # between micro batches no gradient is in flight, and at most the buffers of two (padded) units
         unit = -(-unit // world) * world
         assert held <= 1.02 * want + 2 * unit * (2 if mode else 4) + 64 * depth, (held, want)
