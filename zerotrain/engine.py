@@ -17,6 +17,7 @@ from zerotrain.comm import Traffic
 from zerotrain.config import Config
 from zerotrain.errors import ZerotrainError
 from zerotrain.job import Job, Request, set_up
+from zerotrain.window import Window, loss_of, scaled_gradient
 from zerotrain.zero import report
 from zerotrain.zero.access import Access
 from zerotrain.zero.hooks import Hook, map_tensors
@@ -91,8 +92,8 @@ class Engine:
         self._norm: float | None = None
         self._norm_order = float(job.config.gradient_clipping_norm_type)
         self._syncing = True
-        self._driven = False
-        self._window = _Window()
+        self.driven = False
+        self._window = Window()
         self._clock = time.monotonic()
         self._access = Access(job.model, job.sharded_optimizer, job.world, self._divisor)
         self._model.sync = Hook(self, Engine._sync)
@@ -133,7 +134,7 @@ class Engine:
             )
         self._progress("backward")
         self._window.add(loss, tokens)
-        self._driven = True
+        self.driven = True
         try:
             self._model.begin_backward(driven=True)
             scale = self._loss_scale.scale
@@ -143,7 +144,7 @@ class Engine:
             self._forget()
             raise
         finally:
-            self._driven = False
+            self.driven = False
         return loss
 
     @contextmanager
@@ -159,7 +160,7 @@ class Engine:
         """Forget the gradients of the open window; the step averages over the micro batches that follow in it."""
         del set_to_none
         self._model.clear_window()
-        self._window = _Window()
+        self._window = Window()
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Engine:
                 self.step(boundary=True)
                 break
             output = self(**batch) if isinstance(batch, dict) else self(batch)
-            self.backward(output if isinstance(output, torch.Tensor) else _loss_of(output))
+            self.backward(output if isinstance(output, torch.Tensor) else loss_of(output))
             self.step()
         return self.metrics["loss"]
 
@@ -304,7 +305,7 @@ class Engine:
             self.lr_scheduler.step()
         self.global_steps += 1
         self.micro_steps = 0
-        self._window = _Window()
+        self._window = Window()
         self._model.clear_window()
         every = self.config.steps_per_print
         if self.rank == 0 and every and self.global_steps % every == 0:
@@ -376,7 +377,7 @@ class Engine:
         thaw(self._access, self._job.options)
 
     def _scale_outputs(self, output: Any) -> Any:
-        return map_tensors(output, lambda t: _scaled_gradient(t, self) if t.requires_grad else t)
+        return map_tensors(output, lambda t: scaled_gradient(t, self) if t.requires_grad else t)
 
     def _mean_divisor(self, tokens: float, counted: bool, micro_batches: int) -> float:
         return tokens if counted else float(max(1, micro_batches) * self.world_size)
@@ -399,59 +400,7 @@ class Engine:
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.detach_gradients()
         self.micro_steps = 0
-        self._window = _Window()
+        self._window = Window()
 
     def _progress(self, phase: str) -> None:
         self._job.watch.progress = f"step {self.global_steps + 1}, micro batch {self.micro_steps + 1}, {phase}"
-
-
-class _Window:
-    """What the backwards of an open window add up to, on this rank."""
-
-    def __init__(self) -> None:
-        self.tokens: int | torch.Tensor = 0
-        self.losses: float | torch.Tensor = 0.0
-        self.micro_batches = 0
-        self.backwards = 0
-        self.counted = False
-
-    def add(self, loss: torch.Tensor, tokens: int | torch.Tensor | None) -> None:
-        if self.backwards and self.counted != (tokens is not None):
-            raise ZerotrainError(
-                "some backwards of this window came with tokens= and others without; give it in all of them or in none"
-            )
-        self.counted = tokens is not None
-        self.losses = self.losses + loss.detach().double()
-        self.backwards += 1
-        if tokens is not None:
-            self.tokens = self.tokens + (tokens.detach() if isinstance(tokens, torch.Tensor) else tokens)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity; its backward multiplies by the loss scale where `loss.backward()` was called without the engine."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, engine: Engine) -> torch.Tensor:
-        ctx.engine = engine
-        return tensor.view_as(tensor).float() if tensor.dtype == torch.float16 else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        engine: Engine = ctx.engine
-        return (grad if engine._driven else grad * engine.loss_scale), None
-
-
-def _scaled_gradient(tensor: torch.Tensor, engine: Engine) -> torch.Tensor:
-    scaled: torch.Tensor = _ScaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
-    return scaled
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
-    if not isinstance(loss, torch.Tensor):
-        raise ZerotrainError(
-            "train_batch needs a model that returns its loss: a scalar, `.loss`, or a tuple that starts with it"
-        )
-    return loss

@@ -152,6 +152,7 @@ class Channels:
 def set_up(request: Request) -> Job:
     """Build a job. The config is checked before any process group exists; see `zerotrain.initialize` for the errors."""
     config = load_config(request.config)
+    runtime.show_log()
     rank, world_size = runtime.start_process_group()
     batch = config.batch(world_size)
     policy = STAGES[config.zero_optimization.stage]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -13,15 +14,15 @@ import torch.distributed as dist
 def start_process_group() -> tuple[int, int]:
     """Join the job that the launcher describes in the environment, if there is one; `(rank, world_size)`.
 
-    A process group that exists already is used as it is. Without a launcher the job has one rank and needs no group.
+    A process group that exists already is used as it is. Without a launcher the job has one rank and needs no group. Where
+    a node has fewer accelerators than ranks, the job runs on the CPU, over gloo.
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        backend = None
-        if not torch.accelerator.is_available():
-            backend = "gloo"
+        if _an_accelerator_each():
+            torch.accelerator.set_device_index(_local_rank())
+            dist.init_process_group()
         else:
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
+            dist.init_process_group("gloo")
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -29,15 +30,32 @@ def start_process_group() -> tuple[int, int]:
 
 def choose_device() -> torch.device:
     """The accelerator of this rank where the process group can use it (or there is no group), else the CPU."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() in ("gloo", "fake"):
+    grouped = dist.is_initialized() and dist.get_world_size() > 1
+    if not _an_accelerator_each() or (grouped and dist.get_backend() in ("gloo", "fake")):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.accelerator.device_count())
-    torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
+    torch.accelerator.set_device_index(_local_rank())
+    return torch.device(accelerator.type, _local_rank())
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _an_accelerator_each() -> bool:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _local_rank() + 1))
+    return torch.accelerator.is_available() and torch.accelerator.device_count() >= ranks
+
+
+def show_log() -> None:
+    """Have zerotrain's log lines (`steps_per_print`, skipped steps) shown where the program has set up no logging."""
+    logger = logging.getLogger("zerotrain")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("zerotrain: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def seed_everything(seed: int, rank: int) -> None:
