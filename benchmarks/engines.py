@@ -1,7 +1,7 @@
 """The engines that are compared, each as a function from a model to `step(micro_batches) -> loss`.
 
-Every one uses fused AdamW and the settings that its documentation recommends: gradient buckets as views for DDP, one unit
-per block for FSDP2, no communication in all micro batches but the last for those that can.
+Every one uses fused AdamW and the settings that its documentation recommends: gradient buckets as views for DDP, one
+unit per block for FSDP2, no communication in all micro batches but the last for those that can.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Options], Step]:
     def make(model: nn.Module, options: Options) -> Step:
         import deepspeed as ds  # type: ignore[import-not-found]
 
+        ds.init_distributed(dist_backend="gloo")
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": options.accumulation,

@@ -27,9 +27,12 @@ def run(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     context = mp.start_processes(
         _rank, (world, port, results, body, args), nprocs=world, join=False, start_method="fork"
     )
-    found = [results.get() for _ in range(world)]
-    while not context.join():
-        pass
+    found = []
+    ended = False
+    while not ended:  # read while waiting: a rank may block on a full pipe, and one that failed never writes
+        ended = context.join(timeout=0.05)  # raises what a rank raised, and ends the others
+        while not results.empty():
+            found.append(results.get())
     return [value for _, value in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -49,7 +52,7 @@ def batches(rank: int, vocab: int, tokens: int, count: int) -> list[Batch]:
 
 
 def times(rank: int, names: Sequence[str], plan: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of every round, wire bytes of a step and the last loss, by engine; the engines take turns in each round."""
+    """Seconds of every round, wire bytes of a step and the last loss, by engine; engines take turns in each round."""
     options = Options(plan["bf16"], plan["accumulation"])
     steps: dict[str, Step] = {}
     parameters, vocab = 0, 0
@@ -74,15 +77,21 @@ def times(rank: int, names: Sequence[str], plan: dict[str, Any]) -> dict[str, An
 
 
 def _wire_bytes(step: Callable[[], Any]) -> float:
-    """Bytes that all ranks together put on the loopback interface in a step, by the interface's own counter."""
-    dist.barrier()
-    time.sleep(0.2)
-    before = _loopback()
-    step()
-    step()
-    dist.barrier()
-    time.sleep(0.2)
-    return (_loopback() - before) / 2
+    """Bytes that all ranks together put on the loopback interface in a step, by the interface's own counter.
+
+    The least of three readings: other programs' traffic is in the counter too, and can only add to it.
+    """
+    readings = []
+    for _ in range(3):
+        dist.barrier()
+        time.sleep(0.1)
+        before = _loopback()
+        step()
+        step()
+        dist.barrier()
+        time.sleep(0.1)
+        readings.append((_loopback() - before) / 2)
+    return min(readings)
 
 
 def _loopback() -> int:
@@ -93,7 +102,7 @@ def _loopback() -> int:
 
 
 def memory(rank: int, name: str, plan: dict[str, Any]) -> dict[str, float]:
-    """Peak and steady resident bytes per parameter above the process's own, of an engine that has the process to itself."""
+    """Peak and steady resident bytes per parameter above the process's own, of an engine alone in its process."""
     options = Options(plan["bf16"], plan["accumulation"])
     _trim()
     base = _status("VmRSS")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +31,14 @@ from zerotrain.zero.unit import Unit
 __all__ = ["Engine", "initialize"]
 
 logger = logging.getLogger("zerotrain")
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_open_engines() -> None:
+    """A rank that ends takes its connections along: what it still owes to the others is sent first."""
+    for engine in list(_open_engines):
+        engine.close()
 
 
 def initialize(
@@ -95,7 +105,8 @@ class Engine:
         self.driven = False
         self._window = Window()
         self._clock = time.monotonic()
-        self._access = Access(job.model, job.sharded_optimizer, job.world, self._divisor)
+        self._access = Access(job.model, job.sharded_optimizer, job.world, Hook(self, Engine._divisor))
+        _open_engines.add(self)
         self._model.sync = Hook(self, Engine._sync)
         self._model.on_thaw = Hook(self, Engine._thaw)
         if job.config.fp16.enabled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -326,6 +327,8 @@ class ShardedModel:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for unit in self.units:
-            if unit.residence is Residence.PENDING and not unit.sharded:
-                unit.wait()
+        with contextlib.suppress(RuntimeError):  # where the groups are gone already
+            for unit in self.units:
+                if unit.residence is Residence.PENDING:
+                    unit.wait()
+                unit.release()
