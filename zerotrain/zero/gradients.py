@@ -76,7 +76,6 @@ class Gradients:
         self.touched = [False] * len(layout.slots)
         """Which slots got a gradient since the last step: here, and once the ranks have agreed, on any rank."""
         self._whole: list[tuple[int, torch.Tensor | None]] = []  # of a rank that is alone: its parts are the result
-        self._spare: torch.Tensor | None = None  # the share of the last window, for reuse
 
     # -- arrival ------------------------------------------------------------------------------------------------------
 
@@ -198,10 +197,7 @@ class Gradients:
             sum_terms(term.values, self.partial[term.offset : term.offset + term.values[0].numel()], fresh)
 
     def _share(self) -> torch.Tensor:
-        share, self._spare = self._spare, None
-        if share is None:
-            share = torch.empty(self.layout.shard_numel, dtype=self.sum_dtype, device=self.device)
-        return share
+        return torch.empty(self.layout.shard_numel, dtype=self.sum_dtype, device=self.device)
 
     def _finish(self, share: torch.Tensor) -> None:
         self.settled = share if self.settled is None else self.settled.add_(share)
@@ -210,8 +206,6 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget everything that arrived since the last step."""
-        if self.plan.policy.shard_gradients:  # elsewhere the next window's gradients take the place
-            self._spare = self.settled if self.settled is not None else self.partial
         self.partial = self.settled = self.tail = None
         self.held = [None] * len(self.held)
         self._whole = []
@@ -221,7 +215,7 @@ class Gradients:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor held here, for accounting."""
         whole = (part for _, part in self._whole)
-        for tensor in (*self.held, self.tail, *whole, self.partial, self.settled, self._spare):
+        for tensor in (*self.held, self.tail, *whole, self.partial, self.settled):
             if tensor is not None:
                 yield tensor
 
