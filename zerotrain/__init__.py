@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerotrain.config import ConfigError, json_schema
 from zerotrain.engine import Engine, initialize
-from zerotrain.errors import RankMismatchError, ReleasedParameterError, ZerotrainError
+from zerotrain.errors import CheckpointError, RankMismatchError, ReleasedParameterError, ZerotrainError
 from zerotrain.zero.access import (
     full_gradient,
     full_optimizer_state,
@@ -18,6 +18,7 @@ from zerotrain.zero.access import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Engine",
     "RankMismatchError",

@@ -9,15 +9,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from zerotrain.checkpoint import loader as loading
+from zerotrain.checkpoint.boundary import Boundary
+from zerotrain.checkpoint.folders import tag_of
+from zerotrain.checkpoint.loader import Loaded, Options
+from zerotrain.checkpoint.saver import Moment, Saver
 from zerotrain.comm import Traffic
 from zerotrain.config import Config
-from zerotrain.errors import ZerotrainError
+from zerotrain.errors import CheckpointError, ZerotrainError
 from zerotrain.job import Job, Request, set_up
 from zerotrain.window import Window, loss_of, scaled_gradient
 from zerotrain.zero import report
@@ -68,10 +75,18 @@ def initialize(
         ConfigError: every problem of the config, before any process group exists.
         ValueError: a model or an optimizer that cannot be sharded, with the reason.
         RankMismatchError: the ranks were given different models, configs or optimizers. On every rank.
+        CheckpointError: the config says to resume, and there are checkpoints of which none can be loaded.
     """
     request = Request(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, config)
     job = set_up(request)
-    return Engine(job), job.optimizer, job.loader, job.lr_scheduler
+    engine = Engine(job)
+    if job.config.checkpoint.resume is not None:
+        try:
+            engine.resume()
+        except BaseException:
+            engine.close()
+            raise
+    return engine, job.optimizer, job.loader, job.lr_scheduler
 
 
 class Engine:
@@ -95,6 +110,12 @@ class Engine:
         self.global_steps = 0
         self.skipped_steps = 0
         self.micro_steps = 0
+        self.samples = 0
+        """Samples that optimizer steps have seen, over all ranks."""
+        self.tokens = 0.0
+        """Tokens that they have seen, as far as `backward` was told of them."""
+        self.client_state: Any = None
+        """What `save_checkpoint` was given, of the checkpoint that was loaded last."""
         self.metrics: dict[str, float] = {}
         self._model = job.model
         self._sharded_optimizer = job.sharded_optimizer
@@ -106,6 +127,9 @@ class Engine:
         self._window = Window()
         self._clock = time.monotonic()
         self._access = Access(job.model, job.sharded_optimizer, job.world, Hook(self, Engine._divisor))
+        self._saver = Saver(job)
+        self._boundary = Boundary(job.loader, job.device)
+        self._half_loaded = False
         _open_engines.add(self)
         self._model.sync = Hook(self, Engine._sync)
         self._model.on_thaw = Hook(self, Engine._thaw)
@@ -119,6 +143,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Under bf16 and fp16, fp32 inputs are cast to the compute dtype."""
         self._progress("forward")
+        self._check_loaded()
         dtype = self._job.compute_dtype
         if dtype is not None:
 
@@ -245,6 +270,8 @@ class Engine:
             self._job.buffers.synchronise()
         self._loss_scale = self._loss_scale.after(overflow=not finite)
         self._count(finite, seen)
+        if seen.failures:  # on any rank: all raise after the same step, which has been taken
+            self._saver.raise_failure(elsewhere=True)
         return finite
 
     def _agree(self) -> report.Report:
@@ -264,6 +291,7 @@ class Engine:
             backwards=self._model.backwards_since_step,
             untouched=flags.count(False),
             changed_buffers=self._job.buffers.changed(),
+            failures=int(self._saver.failed),
             signature=self._job.signature(),
         )
         seen = report.exchange(world, local, self._norm_order, replicas)
@@ -315,8 +343,11 @@ class Engine:
         if stepped and self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
         self.global_steps += 1
+        self.samples += seen.micro_batches * self.train_micro_batch_size_per_gpu * self.world_size
+        self.tokens += seen.tokens
         self.micro_steps = 0
         self._window = Window()
+        self._boundary.mark()
         self._model.clear_window()
         every = self.config.steps_per_print
         if self.rank == 0 and every and self.global_steps % every == 0:
@@ -326,6 +357,97 @@ class Engine:
                 self.global_steps, self.metrics["loss"], self._norm, self.metrics["lr"],
                 1e3 * elapsed / every, self.skipped_steps,
             )  # fmt: skip
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, directory: str | Path | None = None, tag: str | None = None, client_state: Any = None
+    ) -> Path:
+        """Write a checkpoint of everything that training needs to go on; the folder it is in. Collective.
+
+        Args:
+            directory: folder of the checkpoints; default: the config's `checkpoint.directory`.
+            tag: name of this one; default: `step-` and the number of steps. One of the same name is replaced.
+            client_state: of rank 0, anything that JSON (with tuples, bytes, small tensors and arrays) can hold.
+
+        The checkpoint is of the end of the last step: micro batches of an open window will be trained on again. Under
+        `checkpoint.async` this returns when the states are copied, and an error of writing comes out of a later `step`,
+        save or `close`. Raises CheckpointError, on every rank; the last checkpoint is still there then.
+        """
+        self._progress("save_checkpoint")
+        self._check_loaded()
+        self._model.adopt_edits()
+        buffers = self._job.buffers.changed() if self.micro_steps else 0
+        random, data = self._boundary.recall(self.micro_steps, buffers)
+        moment = Moment(
+            progress={
+                "step": self.global_steps, "skipped_steps": self.skipped_steps, "samples": self.samples,
+                "tokens": self.tokens,
+            },
+            loss_scale=asdict(self._loss_scale), random=random, data=data, client_state=client_state,
+        )  # fmt: skip
+        return self._saver.save(self._folder(directory), tag_of(self.global_steps) if tag is None else tag, moment)
+
+    def load_checkpoint(
+        self,
+        directory: str | Path | None = None,
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        verify: bool | None = None,
+    ) -> Loaded:
+        """Load what `save_checkpoint` wrote in any layout, or weights of another origin. Returns `(path, client_state)`.
+
+        Args:
+            directory: folder of checkpoints, one checkpoint, or a Hugging Face, DeepSpeed or torch.distributed.checkpoint
+                folder or file; default: the config's `checkpoint.directory`.
+            tag: which checkpoint of the folder; default: the latest.
+            strict: raise for tensors that are missing, too many or of another shape; False logs them and goes on.
+            weights_only: leave step count, scheduler, RNG and data alone, and start the optimizer's state afresh.
+            verify: check all checksums first; default: the config's `checkpoint.verify`.
+
+        The gradients of an open window are forgotten. Raises CheckpointError on every rank, before anything is changed;
+        where reading fails half-way, the engine refuses to train until a load has succeeded.
+        """
+        self._progress("load_checkpoint")
+        self._saver.wait()
+        verify = self.config.checkpoint.verify if verify is None else verify
+        options = Options(strict, weights_only, verify)
+        prepared = loading.prepare(self._job, self._folder(directory), tag, options)
+        self._forget()
+        self._half_loaded = True
+        loading.fill(self._job, prepared)
+        self._half_loaded = False
+        manifest = prepared.manifest
+        if manifest is not None and not weights_only:
+            progress = manifest.section("progress")
+            self.global_steps, self.skipped_steps = progress["step"], progress["skipped_steps"]
+            self.samples, self.tokens = progress["samples"], progress["tokens"]
+            self._loss_scale = self._loss_scale.resumed(manifest.section("loss_scale"))
+        self._boundary.mark()
+        self.client_state = manifest.section("client_state") if manifest is not None else None
+        return Loaded(prepared.source.path, self.client_state)
+
+    def resume(self) -> Loaded | None:
+        """Load the newest good checkpoint of the config's `checkpoint.directory`; None where there is none yet.
+
+        Damaged ones are passed over, with a warning. CheckpointError where none of those that there are can be loaded.
+        """
+        root = self._folder(None)
+        return loading.load_newest(self._job, root, lambda tag: self.load_checkpoint(root, tag))
+
+    def _folder(self, directory: str | Path | None) -> Path:
+        chosen = self.config.checkpoint.directory if directory is None else directory
+        if chosen is None:
+            raise CheckpointError("where? Give a directory, or set checkpoint.directory in the config")
+        return Path(chosen)
+
+    def _check_loaded(self) -> None:
+        if self._half_loaded:
+            raise CheckpointError(
+                "the last load_checkpoint failed half-way, so the model holds a mixture; load a checkpoint before going on"
+            )
 
     # -- what scripts ask ---------------------------------------------------------------------------------------------
 
@@ -366,12 +488,19 @@ class Engine:
         return self._job.held_bytes()
 
     def close(self) -> None:
-        """Detach from the model and give the memory back. Also done when the engine is deleted."""
-        self._job.close()
+        """Finish the checkpoint that is being written, detach from the model, and give the memory back.
+
+        Also done when the engine is deleted, and at the end of the program. Raises CheckpointError where a checkpoint could
+        not be written in the background and nobody was told yet.
+        """
+        try:
+            self._saver.close()
+        finally:
+            self._job.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_job"):
-            self._job.close()
+        if hasattr(self, "_saver"):
+            self.close()
 
     # -- inner --------------------------------------------------------------------------------------------------------
 

@@ -16,3 +16,7 @@ class RankMismatchError(ZerotrainError):
 
 class ReleasedParameterError(ZerotrainError):
     """A parameter whose values are sharded right now was read or written outside `zerotrain.gathered(...)`."""
+
+
+class CheckpointError(ZerotrainError):
+    """A checkpoint could not be written, or cannot be read: what is wrong with it, in which file, and the way out."""

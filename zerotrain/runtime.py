@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,3 +68,34 @@ def seed_everything(seed: int, rank: int) -> None:
     if numpy is not None:
         numpy.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of this rank's random number generators: Python's, numpy's (if it is loaded), torch's, the device's."""
+    numpy = sys.modules.get("numpy")
+    return {
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put the generators back to where `random_state` found them."""
+    random.setstate(state["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and state["numpy"] is not None:
+        numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu" and state["device"] is not None:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def machine() -> str:
+    """An identity of this machine: two that write the same are the same."""
+    try:
+        identity = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        identity = ""
+    return f"{platform.node()}/{identity}"

@@ -51,7 +51,10 @@ def _same(value: Any, neutral: Any) -> bool:
 
 _TUNING = (
     "aio",
-    "checkpoint",
+    "checkpoint.load_universal",
+    "checkpoint.parallel_write",
+    "checkpoint.tag_validation",
+    "checkpoint.use_node_local_storage",
     "comms_logger",
     "csv_monitor",
     "comet",

@@ -45,6 +45,7 @@ def _look_for_contradictions(config: Config, values: Mapping[str, Any], findings
     if misfit and not findings.faulty & {TRAIN, MICRO, ACCUMULATION}:
         findings.problems.append(misfit)
     _check_loss_scale(config, findings)
+    _check_checkpoint(config, findings)
     _check_zero(config, values, findings)
     _check_optimizer_and_scheduler(config, findings)
 
@@ -55,6 +56,19 @@ def _check_loss_scale(config: Config, findings: Findings) -> None:
     if fp16.loss_scale == 0 and fp16.min_loss_scale > start and "fp16.initial_scale_power" not in findings.faulty:
         power = f"2^{fp16.initial_scale_power} = {start:g} (initial_scale_power)"
         findings.fault(path, f"{fp16.min_loss_scale:g} is above the scale to start from, {power}; lower it")
+
+
+def _check_checkpoint(config: Config, findings: Findings) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.resume is not None and checkpoint.directory is None:
+        findings.fault(
+            "checkpoint.resume", f'"{checkpoint.resume}", while checkpoint.directory does not say where from; add it'
+        )
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        findings.fault(
+            "checkpoint.keep_every",
+            f"{checkpoint.keep_every}, while all checkpoints are kept; add checkpoint.keep_last, or remove the key",
+        )
 
 
 def _check_zero(config: Config, values: Mapping[str, Any], findings: Findings) -> None:

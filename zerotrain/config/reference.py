@@ -13,7 +13,7 @@ from zerotrain.config.errors import found
 from zerotrain.config.foreign import FOREIGN
 from zerotrain.config.schedules import DEEPSPEED_SCHEDULES
 from zerotrain.config.schema import Config
-from zerotrain.config.validate import default_of, describe, section_of
+from zerotrain.config.validate import default_of, describe, keys_of, section_of
 
 BEGIN = "<!-- written by `python -m zerotrain.config configs/README.md`; do not edit by hand -->"
 END = "<!-- end of the written part -->"
@@ -40,7 +40,7 @@ def json_schema() -> dict[str, Any]:
 def reference_tables() -> str:
     """Markdown tables of every key with its default and meaning, of the five schedules, and of DeepSpeed's keys."""
     parts = ["### The top of the file", _table(Config)]
-    for name, info in Config.model_fields.items():
+    for name, info in keys_of(Config).items():
         section = section_of(info)
         if section is not None:
             parts += [f"### `{name}`", " ".join((section.__doc__ or "").split()), _table(section)]
@@ -62,7 +62,7 @@ def with_tables(text: str) -> str:
 
 def _table(model: type[BaseModel]) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for name, info in model.model_fields.items():
+    for name, info in keys_of(model).items():
         section = section_of(info)
         default = "required" if info.is_required() else f"`{default_of(info)}`"
         if section is not None and info.default is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from zerotrain.config.batch import BatchSizes, resolve_batch
-from zerotrain.config.values import Finite, Names, Natural, NormOrder, Positive, ScalePower, Section, Seed, Stage
+from zerotrain.config.values import Finite, Names, Natural, NormOrder, Positive, ScalePower, Section, Seed, Size, Stage
 
 _WITHOUT_MEANING = frozenset({"steps_per_print", "mismatch_timeout"})
 
@@ -106,6 +106,39 @@ class ZeroConfig(Section):
     """Stage 3: elements gathered ahead of use; 0 gathers each unit when it is reached."""
 
 
+class CheckpointConfig(Section):
+    """Where checkpoints go, how they are written, and which of them are kept."""
+
+    directory: str | None = None
+    """Folder of the job's checkpoints, for `save_checkpoint` and `load_checkpoint` calls that name none."""
+
+    resume: Literal["auto"] | None = None
+    """`"auto"`: `initialize` continues from the newest good checkpoint in `directory`, if there is one."""
+
+    async_: bool = Field(default=False, alias="async")
+    """Whether checkpoints are written in the background, from a copy of the states in host memory; training stands still
+    only while that is made."""
+
+    if_busy: Literal["wait", "refuse"] = "wait"
+    """What a save does while the one before is still being written in the background: `wait`, or `refuse` with an error."""
+
+    keep_last: Positive | None = None
+    """Checkpoints kept: the newest so many with default tags; null keeps all. Those with tags of your own always stay."""
+
+    keep_every: Positive | None = None
+    """Checkpoints after a multiple of so many optimizer steps are kept as well; needs `keep_last`."""
+
+    max_shard_size: Size = 5_000_000_000
+    """Most bytes of tensors in one file: a number, or text such as `"5GB"` (10^9) or `"512MiB"` (2^20)."""
+
+    shared_filesystem: bool | None = None
+    """Whether all ranks see the same folder; false has each node write a folder of its own (see `zerotrain merge`). null
+    tries it out at the first save."""
+
+    verify: bool | None = None
+    """Whether a load checks every checksum first. null does so where another machine wrote the checkpoint."""
+
+
 class Config(Section):
     """A whole training job. Made by `load_config`, which checks what one field alone cannot show."""
 
@@ -139,6 +172,9 @@ class Config(Section):
 
     zero_optimization: ZeroConfig = ZeroConfig()
     """Sharding of the model's states."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
 
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of gradients on the wire: `fp32`, `bf16` or `fp16`; null sends them in the type they are computed in."""
@@ -177,11 +213,13 @@ class Config(Section):
 
     def dump(self) -> dict[str, Any]:
         """Every key with its value, as JSON types; `load_config` of it gives an equal config."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", by_alias=True)
 
     def meaning(self) -> dict[str, Any]:
         """`dump()` without the keys that do not bear on what is computed; ranks must agree on this."""
-        return {key: value for key, value in self.dump().items() if key not in _WITHOUT_MEANING}
+        values = {key: value for key, value in self.dump().items() if key not in _WITHOUT_MEANING}
+        del values["checkpoint"]["directory"]  # nodes may keep them in different places
+        return values
 
     def fingerprint(self) -> str:
         """Hash (64 hex digits) of `meaning()`: equal on two ranks exactly if they train the same job."""

@@ -7,7 +7,7 @@ import itertools
 import re
 import types
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -56,10 +56,15 @@ def section_of(info: FieldInfo) -> type[BaseModel] | None:
     return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of ``model`` by the keys that they have in the file."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def known_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     """The path of every key of ``model`` and of the objects in it, in the order of their declaration."""
     paths: list[str] = []
-    for name, info in model.model_fields.items():
+    for name, info in keys_of(model).items():
         paths.append(prefix + name)
         below = section_of(info)
         if below is not None:
@@ -73,7 +78,7 @@ def sift(values: dict[str, Any], model: type[BaseModel], findings: Findings, pre
     kept: dict[str, Any] = {}
     for name, value in values.items():
         path = prefix + name
-        info = model.model_fields.get(name)
+        info = keys_of(model).get(name)
         below = section_of(info) if info else None
         if root and name == "$schema":
             continue
@@ -85,13 +90,21 @@ def sift(values: dict[str, Any], model: type[BaseModel], findings: Findings, pre
                 findings.ignored.append(path)
         elif info is None:
             findings.fault(path, f"unknown key{_suggestion(name, model, prefix)}")
-        elif value == "auto":
+        elif value == "auto" and "auto" not in _literals(info):
             findings.fault(path, auto_text(info))
         elif below is not None and isinstance(value, dict):
             kept[name] = sift(value, below, findings, f"{path}.")
         else:
             kept[name] = value
     return kept
+
+
+def _literals(info: FieldInfo) -> tuple[Any, ...]:
+    """The texts that a field takes, where it takes only some."""
+    options = get_args(info.annotation)
+    return tuple(
+        text for option in (info.annotation, *options) if get_origin(option) is Literal for text in get_args(option)
+    )
 
 
 def describe(info: FieldInfo) -> str:
@@ -179,9 +192,9 @@ def _field(model: type[BaseModel], loc: Loc) -> FieldInfo | None:
     info: FieldInfo | None = None
     here: type[BaseModel] | None = model
     for step in loc:
-        if here is None or step not in here.model_fields:
+        if here is None or step not in keys_of(here):
             break
-        info = here.model_fields[str(step)]
+        info = keys_of(here)[str(step)]
         here = section_of(info)
     return info
 
@@ -194,7 +207,7 @@ def default_of(info: FieldInfo) -> str:
 
 def _suggestion(name: str, model: type[BaseModel], prefix: str) -> str:
     """What the unknown key ``name`` was most likely meant to be: the same word elsewhere, or a like one here."""
-    here = [*model.model_fields, *(path.removeprefix(prefix) for path in FOREIGN if path.startswith(prefix))]
+    here = [*keys_of(model), *(path.removeprefix(prefix) for path in FOREIGN if path.startswith(prefix))]
     elsewhere = [path for path in _every_path() if path.rpartition(".")[2] == name.lower()]
     close = nearest(name, here, cutoff=0.85 if elsewhere else 0.6)
     if close:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
@@ -56,6 +57,16 @@ def _stage(value: Any) -> int:
     return int(value)
 
 
+def _size(value: Any) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", value) if isinstance(value, str) else None
+    if match is None:
+        if isinstance(value, str):
+            raise refuse(f'{found(value)} is not a size: a number of bytes, or text such as "5GB" or "512MiB"')
+        return _whole(value)
+    power = " KMGT".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
 def _per_group(value: Any) -> float | tuple[float, ...]:
     if is_number(value):
         return float(value)
@@ -84,6 +95,9 @@ ScalePower = Annotated[int, Field(ge=0, le=127), BeforeValidator(_whole)]
 
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_whole)]
 """A seed that torch takes."""
+
+Size = Annotated[int, Field(ge=1), BeforeValidator(_size), WithJsonSchema({"type": ["integer", "string"]})]
+"""Bytes: a whole number, or text such as ``"5GB"``."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A number; neither infinite nor NaN."""

@@ -33,6 +33,10 @@ class ModuleBuffers:
         shared = union(self._world, flags, "changed buffers")
         self._share([name for name, flag in zip(named, shared.tolist(), strict=True) if flag])
 
+    def accept(self) -> None:
+        """Take the present values, equal on all ranks, as the ones that were shared last."""
+        self._share([])
+
     def _share(self, names: list[str]) -> None:
         named = self._named()
         for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ class LossScale:
     good_steps: int = 0
     tolerance: int = 2
     """Overflows still tolerated before the scale falls."""
+
+    def resumed(self, saved: dict[str, Any]) -> LossScale:
+        """This rule, from where a saved one of the same kind had come to."""
+        if not (self.dynamic and saved["dynamic"]):
+            return self
+        return replace(self, **{key: saved[key] for key in ("scale", "good_steps", "tolerance")})
 
     def after(self, overflow: bool) -> LossScale:
         """The scale for the step that follows one with, or without, an overflow."""

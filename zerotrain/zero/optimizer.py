@@ -78,7 +78,7 @@ class ShardedOptimizer:
         self.segments: list[Segment] = []
         self._stepping = False
         self._group_of: dict[nn.Parameter, int] = {}
-        self._members: list[list[nn.Parameter]] = []
+        self.members: list[list[nn.Parameter]] = []
         self._own: set[int] = set()
         self.adopt_groups()
         self._handle = optimizer.register_step_pre_hook(_StepGuard(self))
@@ -90,8 +90,8 @@ class ShardedOptimizer:
         fresh = laid_out_again
         for index, group in enumerate(self.optimizer.param_groups):
             new = [p for p in group["params"] if id(p) not in self._own]
-            if index == len(self._members):
-                self._members.append([])
+            if index == len(self.members):
+                self.members.append([])
             for parameter in new:
                 if self.model.place(parameter) is None:
                     raise ZerotrainError(
@@ -100,7 +100,7 @@ class ShardedOptimizer:
                         "passed to initialize()"
                     )
                 self._group_of[parameter] = index
-                self._members[index].append(parameter)
+                self.members[index].append(parameter)
             fresh = fresh or bool(new)
         if fresh:
             self._rebuild()
@@ -133,7 +133,7 @@ class ShardedOptimizer:
     def _runs(
         self, buffer: FlatBuffer, states: dict[nn.Parameter, dict[str, Any]]
     ) -> Iterator[tuple[int, tuple[Fragment, ...]]]:
-        """Neighbouring fragments of one group whose optimizer state, where there is any, agrees on its scalars."""
+        """Neighbouring fragments of one group for which the optimizer holds the same: kinds of state, and scalars."""
         by_name = dict(zip(buffer.names, buffer.parameters, strict=True))
         run: list[Fragment] = []
         previous: tuple[int, Any] | None = None
@@ -143,7 +143,7 @@ class ShardedOptimizer:
         for fragment in buffer.layout.fragments(buffer.index):
             parameter = by_name[fragment.name]
             group = self._group_of.get(parameter)
-            key = None if group is None else (group, _scalars(states.get(parameter, {})))
+            key = None if group is None else (group, _signature(states.get(parameter, {})))
             if run and (key != previous or fragment.offset in breaks):
                 yield previous[0] if previous else 0, tuple(run)
                 run = []
@@ -161,13 +161,15 @@ class ShardedOptimizer:
             low = fragment.offset - segment.start
             for key, value in whole.items():
                 mine = self.optimizer.state[segment.tensor]
-                if not isinstance(value, torch.Tensor) or key in _PER_TENSOR:
+                shape = by_name[fragment.name].shape
+                if not isinstance(value, torch.Tensor) or key in _PER_TENSOR or value.shape != shape:
                     mine.setdefault(key, value)
                     continue
                 if key not in mine:
                     mine[key] = torch.zeros_like(segment.tensor.detach(), dtype=value.dtype)
-                part = value.detach().reshape(-1)[fragment.start : fragment.stop]
-                mine[key][low : low + fragment.numel].copy_(part)
+                if not value.is_meta:  # a place that `restore` will fill
+                    part = value.detach().reshape(-1)[fragment.start : fragment.stop]
+                    mine[key][low : low + fragment.numel].copy_(part)
 
     def _hand_over(self, old: Segment, segments: list[Segment]) -> None:
         state = self.optimizer.state.pop(old.tensor, None)
@@ -198,7 +200,16 @@ class ShardedOptimizer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters that the optimizer was given, group by group."""
-        return [p for members in self._members for p in members]
+        return [p for members in self.members for p in members]
+
+    def restore(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Start over from `states` in the place of all state held: scalars, and for states with a value per element a
+        meta tensor of the parameter's shape; those are zero until the caller fills them."""
+        self.forget([buffer for unit in self.model.units for buffer in unit.trainable])
+        for parameter, state in states.items():
+            if state:
+                self.optimizer.state[parameter] = dict(state)
+        self.adopt_groups(laid_out_again=True)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +275,7 @@ class ShardedOptimizer:
         """Give the groups their parameters back, and let the state go."""
         self._handle.remove()
         self.optimizer.state.clear()
-        for group, members in zip(self.optimizer.param_groups, self._members, strict=False):
+        for group, members in zip(self.optimizer.param_groups, self.members, strict=False):
             group["params"] = list(members)
         self.segments = []
 
@@ -291,9 +302,13 @@ def is_per_element(key: str, value: Any, segment: Segment) -> bool:
     return isinstance(value, torch.Tensor) and key not in _PER_TENSOR and value.shape == segment.tensor.shape
 
 
-def _scalars(state: dict[str, Any]) -> tuple[Any, ...]:
+def _signature(state: dict[str, Any]) -> tuple[Any, ...]:
+    """What neighbours must have in common to be stepped as one: the kinds of state, and the values of scalars."""
+
+    def scalar(value: Any) -> Any:
+        return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+
     return tuple(
-        (key, float(value) if isinstance(value, torch.Tensor) else value)
+        (key, value.dtype if isinstance(value, torch.Tensor) and key not in _PER_TENSOR else scalar(value))
         for key, value in sorted(state.items())
-        if not isinstance(value, torch.Tensor) or key in _PER_TENSOR
     )

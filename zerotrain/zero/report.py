@@ -29,6 +29,8 @@ class Local:
     untouched: int
     """Parameters without a gradient here."""
     changed_buffers: int
+    failures: int
+    """Checkpoints that could not be written in the background, and have not been reported."""
     signature: int
     """Hash of every collective entered so far."""
 
@@ -49,6 +51,7 @@ class Report:
     mean_loss: float
     untouched: bool
     changed_buffers: bool
+    failures: bool
 
 
 def power_sum(segments: Sequence[Segment], p: float, exact: bool = False) -> float:
@@ -80,13 +83,14 @@ def exchange(channel: Channel, local: Local, p: float, replicas: int) -> Report:
             local.backwards,
             local.untouched,
             local.changed_buffers,
+            local.failures,
             local.signature,
         ],
         dtype=torch.float64,
         device=channel.device,
     )
     rows = channel.exchange(row, "step report").cpu()
-    powers, tokens, counted, micro, losses, passes, backwards, untouched, changed, signatures = rows.T
+    powers, tokens, counted, micro, losses, passes, backwards, untouched, changed, failures, signatures = rows.T
     _agree("token counts given to backward", counted)
     _agree("micro batches in the accumulation window", micro)
     _agree("backward passes in the accumulation window", backwards)
@@ -104,6 +108,7 @@ def exchange(channel: Channel, local: Local, p: float, replicas: int) -> Report:
         mean_loss=float(losses.sum()) / terms if terms else math.nan,
         untouched=bool(untouched.any()),
         changed_buffers=bool(changed.any()),
+        failures=bool(failures.any()),
     )
 
 

@@ -322,6 +322,13 @@ class ShardedModel:
             elif unit.gathers:
                 unit.rebuild()
 
+    def reloaded(self) -> None:
+        """All masters and shards have new values, frozen ones too: whatever was gathered from them is outdated."""
+        for unit in self.units:
+            for buffer in unit.frozen:
+                buffer.bump_versions()
+        self.updated()
+
     def close(self) -> None:
         """Remove the hooks and give the memory back. Parameters that are not whole stay guarded, without values."""
         for handle in self.handles:

@@ -78,7 +78,6 @@ class FlatBuffer:
 
     @property
     def gathers(self) -> bool:
-        """Whether it is ever put together from the ranks' shards."""
         """Whether there is anything to gather: more than one shard, of values that change or are not kept whole."""
         return self.layout.shards > 1
 
@@ -227,6 +226,11 @@ class Unit:
             self.guarded = False
             for parameter in self.parameters:
                 unguard(parameter)
+
+    def wait_pending(self) -> None:
+        """Return when no gather writes into the unit any more."""
+        if self.residence is Residence.PENDING:
+            self.wait()
 
     def guard(self) -> None:
         """Have every use of the parameters that no hook announces ask first (see `require`)."""
