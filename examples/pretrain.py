@@ -3,7 +3,8 @@
     accelerate launch --config_file configs/launch/two_ranks.yaml examples/pretrain.py --config configs/zero2.json
 
 The text is the source code of Python's standard library, found on the machine, or any folder given by `--data` (on
-several nodes: the same files on each). The script runs on CPUs and on accelerators, with any config in `configs/`.
+several nodes: the same files on each). The script runs on CPUs and on accelerators, with any config in `configs/`. Where the
+config names a folder for checkpoints, it saves there; started again, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ def main() -> None:
     if engine.rank == 0:
         print(describe(engine), flush=True)
     progress = Progress(engine, steps, args.seq_len)
-    for batch in endless(loader):
-        loss = engine(**batch)
+    batches = endless(loader)
+    while engine.global_steps < steps:
+        loss = engine(**next(batches))
         engine.backward(loss)
         engine.step()
         progress.update()
-        if engine.global_steps >= steps:
-            break
+        if is_time_to_save(engine, args.save_every, steps):
+            engine.save_checkpoint()
     progress.close()
 
     loss_held_out = evaluate(engine, held_out)
     sample = generate(engine, args.prompt, args.seed)
     if engine.rank == 0:
-        print(f"training loss {progress.first_loss:.3f} -> {progress.last_loss:.3f} in {steps} steps")
+        if progress.first_loss is not None:
+            print(f"training loss {progress.first_loss:.3f} -> {progress.last_loss:.3f} in {steps} steps")
         print(f"held-out loss {loss_held_out:.3f}")
         print(f"sample:\n{sample}")
     engine.close()
@@ -69,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the JSON job file, see configs/README.md")
     parser.add_argument("--data", type=Path, help="a folder of text (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the config's scheduler, or 300)")
+    parser.add_argument("--save-every", type=int, default=100, help="optimizer steps, where the config has a folder for it")
     parser.add_argument("--model", choices=["gpt", "llama"], default="gpt", help="llama needs the extra `hf`")
     parser.add_argument("--seq-len", type=int, default=128, help="bytes in a training window")
     parser.add_argument("--layers", type=int, default=4)
@@ -80,6 +84,13 @@ def parse_arguments() -> argparse.Namespace:
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")
     return args
+
+
+def is_time_to_save(engine: zerotrain.Engine, every: int, steps: int) -> bool:
+    """Whether the step that has just ended is one to save after."""
+    if engine.config.checkpoint.directory is None or engine.micro_steps:
+        return False
+    return engine.global_steps % every == 0 or engine.global_steps == steps
 
 
 # -- the text ---------------------------------------------------------------------------------------------------------
@@ -200,7 +211,10 @@ class Progress:
     def __init__(self, engine: zerotrain.Engine, steps: int, context: int) -> None:
         self._engine = engine
         self._tokens_per_step = engine.train_batch_size * context
-        self._bar = tqdm(total=steps, unit="step", disable=engine.rank != 0, dynamic_ncols=True)
+        self._begun_at = engine.global_steps
+        self._bar = tqdm(
+            total=steps, initial=self._begun_at, unit="step", disable=engine.rank != 0, dynamic_ncols=True
+        )
         self._started = time.perf_counter()
         self.first_loss: float | None = None
         self.last_loss = float("nan")
@@ -212,7 +226,7 @@ class Progress:
             return
         self.last_loss = engine.metrics["loss"]
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
-        tokens = engine.global_steps * self._tokens_per_step
+        tokens = (engine.global_steps - self._begun_at) * self._tokens_per_step
         self._bar.set_postfix_str(
             f"loss {self.last_loss:.3f}, lr {engine.metrics['lr']:.1e}, grad norm {engine.metrics['grad_norm']:.2f}, "
             f"{tokens / (time.perf_counter() - self._started):,.0f} tokens/s, {memory_in_use(engine.device)}",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from zerotrain.checkpoint import loader as loading
-from zerotrain.checkpoint.boundary import Boundary
-from zerotrain.checkpoint.folders import tag_of
-from zerotrain.checkpoint.loader import Loaded, Options
-from zerotrain.checkpoint.saver import Moment, Saver
+from zerotrain.checkpoint.keeper import Keeper, Progress
+from zerotrain.checkpoint.loader import Loaded, Options, load_newest
+from zerotrain.closing import agree, reason_to_skip
 from zerotrain.comm import Traffic
 from zerotrain.config import Config
-from zerotrain.errors import CheckpointError, ZerotrainError
+from zerotrain.errors import ZerotrainError
 from zerotrain.job import Job, Request, set_up
+from zerotrain.steplog import StepLog
 from zerotrain.window import Window, loss_of, scaled_gradient
 from zerotrain.zero import report
 from zerotrain.zero.access import Access
@@ -125,11 +122,9 @@ class Engine:
         self._syncing = True
         self.driven = False
         self._window = Window()
-        self._clock = time.monotonic()
+        self._log = StepLog(self.rank, job.config.steps_per_print)
         self._access = Access(job.model, job.sharded_optimizer, job.world, Hook(self, Engine._divisor))
-        self._saver = Saver(job)
-        self._boundary = Boundary(job.loader, job.device)
-        self._half_loaded = False
+        self._keeper = Keeper(job)
         _open_engines.add(self)
         self._model.sync = Hook(self, Engine._sync)
         self._model.on_thaw = Hook(self, Engine._thaw)
@@ -143,7 +138,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Under bf16 and fp16, fp32 inputs are cast to the compute dtype."""
         self._progress("forward")
-        self._check_loaded()
+        self._keeper.check()
         dtype = self._job.compute_dtype
         if dtype is not None:
 
@@ -254,7 +249,7 @@ class Engine:
         assert optimizer is not None
         optimizer.adopt_groups()
         model.reductions.settle()
-        seen = self._agree()
+        seen = agree(self._job, self._window, self._norm_order, int(self._keeper.saver.failed))
         model.adopt_edits()
         divisor = self._mean_divisor(seen.tokens, seen.counted, seen.micro_batches) * self._loss_scale.scale
         self._norm = seen.norm / divisor if divisor else math.nan
@@ -264,71 +259,23 @@ class Engine:
             model.updated()
             model.agree_on_order(lambda mine: self._job.world.exchange_object(mine, "order of units"))
         else:
-            self._report_skip(divisor)
+            reason = reason_to_skip(self._job, divisor)
             optimizer.detach_gradients()
+            self.skipped_steps += 1
+            self._log.skipped(self.global_steps + 1, reason, self._loss_scale.scale, self.skipped_steps)
         if seen.changed_buffers:
             self._job.buffers.synchronise()
         self._loss_scale = self._loss_scale.after(overflow=not finite)
         self._count(finite, seen)
         if seen.failures:  # on any rank: all raise after the same step, which has been taken
-            self._saver.raise_failure(elsewhere=True)
+            self._keeper.saver.raise_failure(elsewhere=True)
         return finite
-
-    def _agree(self) -> report.Report:
-        """Attach the window's gradients, and put together what all ranks must know about them."""
-        optimizer, window = self._sharded_optimizer, self._window
-        assert optimizer is not None
-        world, replicas = self._job.world, self._job.mesh.dp_replicate
-        trainable = [b.gradients for unit in self._model.units for b in unit.trainable if b.gradients is not None]
-        flags = [touched for gradients in trainable for touched in gradients.touched]
-        local = report.Local(
-            power_sum=report.power_sum(optimizer.segments, self._norm_order),
-            tokens=float(window.tokens),
-            counted=window.counted,
-            micro_batches=window.micro_batches,
-            losses=float(window.losses),
-            losses_counted=window.backwards,
-            backwards=self._model.backwards_since_step,
-            untouched=flags.count(False),
-            changed_buffers=self._job.buffers.changed(),
-            failures=int(self._saver.failed),
-            signature=self._job.signature(),
-        )
-        seen = report.exchange(world, local, self._norm_order, replicas)
-        if seen.untouched:
-            shared = report.union(
-                world, torch.tensor(flags, dtype=torch.uint8, device=world.device), "gradients"
-            ).tolist()
-            for gradients in trainable:
-                gradients.touched = [bool(flag) for flag in shared[: len(gradients.touched)]]
-                shared = shared[len(gradients.touched) :]
-        optimizer.attach_gradients()
-        if not math.isfinite(seen.norm) and report.first_not_finite(world, optimizer.segments, self._job.names) is None:
-            exact = report.power_sum(
-                optimizer.segments, self._norm_order, exact=True
-            )  # the squares overflowed, not the gradients
-            seen = report.exchange(world, local.with_power_sum(exact), self._norm_order, replicas)
-        return seen
 
     def _factor(self, divisor: float) -> float:
         """What gradient sums are multiplied by: the mean, and the clipping that `clip_grad_norm_` would do."""
         limit = self.config.gradient_clipping
         assert self._norm is not None
         return (min(1.0, limit / (self._norm + 1e-6)) if limit else 1.0) / divisor
-
-    def _report_skip(self, divisor: float) -> None:
-        assert self._sharded_optimizer is not None
-        if not divisor:
-            reason = "the window holds no tokens on any rank"
-        else:
-            name = report.first_not_finite(self._job.world, self._sharded_optimizer.segments, self._job.names)
-            reason = f"the gradient of parameter '{name}' is not finite (the first of those that are not)"
-        self.skipped_steps += 1
-        if self.rank == 0:
-            logger.warning(
-                "step %d skipped: %s; loss scale %g, %d skipped so far",
-                self.global_steps + 1, reason, self._loss_scale.scale, self.skipped_steps,
-            )  # fmt: skip
 
     def _count(self, stepped: bool, seen: report.Report) -> None:
         assert self._norm is not None
@@ -347,16 +294,9 @@ class Engine:
         self.tokens += seen.tokens
         self.micro_steps = 0
         self._window = Window()
-        self._boundary.mark()
+        self._keeper.boundary.mark()
         self._model.clear_window()
-        every = self.config.steps_per_print
-        if self.rank == 0 and every and self.global_steps % every == 0:
-            elapsed, self._clock = time.monotonic() - self._clock, time.monotonic()
-            logger.info(
-                "step %d: loss %.4f, grad norm %.4g, lr %.3g, %.1f ms per step, %d skipped",
-                self.global_steps, self.metrics["loss"], self._norm, self.metrics["lr"],
-                1e3 * elapsed / every, self.skipped_steps,
-            )  # fmt: skip
+        self._log.step(self.global_steps, self.metrics)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -375,18 +315,7 @@ class Engine:
         save or `close`. Raises CheckpointError, on every rank; the last checkpoint is still there then.
         """
         self._progress("save_checkpoint")
-        self._check_loaded()
-        self._model.adopt_edits()
-        buffers = self._job.buffers.changed() if self.micro_steps else 0
-        random, data = self._boundary.recall(self.micro_steps, buffers)
-        moment = Moment(
-            progress={
-                "step": self.global_steps, "skipped_steps": self.skipped_steps, "samples": self.samples,
-                "tokens": self.tokens,
-            },
-            loss_scale=asdict(self._loss_scale), random=random, data=data, client_state=client_state,
-        )  # fmt: skip
-        return self._saver.save(self._folder(directory), tag_of(self.global_steps) if tag is None else tag, moment)
+        return self._keeper.save(directory, tag, self._come_so_far(), self.micro_steps, client_state)
 
     def load_checkpoint(
         self,
@@ -411,43 +340,23 @@ class Engine:
         where reading fails half-way, the engine refuses to train until a load has succeeded.
         """
         self._progress("load_checkpoint")
-        self._saver.wait()
-        verify = self.config.checkpoint.verify if verify is None else verify
         options = Options(strict, weights_only, verify)
-        prepared = loading.prepare(self._job, self._folder(directory), tag, options)
-        self._forget()
-        self._half_loaded = True
-        loading.fill(self._job, prepared)
-        self._half_loaded = False
-        manifest = prepared.manifest
-        if manifest is not None and not weights_only:
-            progress = manifest.section("progress")
-            self.global_steps, self.skipped_steps = progress["step"], progress["skipped_steps"]
-            self.samples, self.tokens = progress["samples"], progress["tokens"]
-            self._loss_scale = self._loss_scale.resumed(manifest.section("loss_scale"))
-        self._boundary.mark()
-        self.client_state = manifest.section("client_state") if manifest is not None else None
-        return Loaded(prepared.source.path, self.client_state)
+        loaded, progress = self._keeper.load(directory, tag, options, self._forget, self._come_so_far())
+        self.global_steps, self.skipped_steps = progress.step, progress.skipped_steps
+        self.samples, self.tokens, self._loss_scale = progress.samples, progress.tokens, progress.loss_scale
+        self.client_state = loaded.client_state
+        return loaded
 
     def resume(self) -> Loaded | None:
         """Load the newest good checkpoint of the config's `checkpoint.directory`; None where there is none yet.
 
         Damaged ones are passed over, with a warning. CheckpointError where none of those that there are can be loaded.
         """
-        root = self._folder(None)
-        return loading.load_newest(self._job, root, lambda tag: self.load_checkpoint(root, tag))
+        root = self._keeper.folder(None)
+        return load_newest(self._job, root, lambda tag: self.load_checkpoint(root, tag))
 
-    def _folder(self, directory: str | Path | None) -> Path:
-        chosen = self.config.checkpoint.directory if directory is None else directory
-        if chosen is None:
-            raise CheckpointError("where? Give a directory, or set checkpoint.directory in the config")
-        return Path(chosen)
-
-    def _check_loaded(self) -> None:
-        if self._half_loaded:
-            raise CheckpointError(
-                "the last load_checkpoint failed half-way, so the model holds a mixture; load a checkpoint before going on"
-            )
+    def _come_so_far(self) -> Progress:
+        return Progress(self.global_steps, self.skipped_steps, self.samples, self.tokens, self._loss_scale)
 
     # -- what scripts ask ---------------------------------------------------------------------------------------------
 
@@ -494,12 +403,12 @@ class Engine:
         not be written in the background and nobody was told yet.
         """
         try:
-            self._saver.close()
+            self._keeper.saver.close()
         finally:
             self._job.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_saver"):
+        if hasattr(self, "_keeper"):
             self.close()
 
     # -- inner --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Needs DeepSpeed (0.19.8 made those that are here) beside torch; the tests need o
     DS_ACCELERATOR=cpu python tests/data/make_deepspeed.py tests/data/deepspeed
 
 For each checkpoint, `expected.safetensors` holds what DeepSpeed itself says is in it: `weights/<name>` by its
-`zero_to_fp32`, `<state>/<name>` by its `safe_get_full_*`, and `module/<name>`, the weights of the live model.
+`zero_to_fp32`, `<state>/<name>` and `master/<name>` by its `safe_get_full_*`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = {
     "zero2_robin": Case(2, "fp32", 2, {"round_robin_gradients": True}),
     "zero2_elastic": Case(2, "fp32", 2, {"elastic_checkpoint": True}),
     "zero3": Case(3),
-    "zero3_groups": Case(3, "bf16", 2, {"sub_group_size": 40, "stage3_param_persistence_threshold": 4}),
+    "zero3_groups": Case(3, "bf16", 2, {"sub_group_size": 10, "stage3_param_persistence_threshold": 4}),
     "bf16_optimizer": Case(1, "bf16", 2, {"immediate": True}),
 }
 
@@ -120,7 +120,8 @@ def train(rank: int, port: int, name: str, folder: str) -> None:
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(folder, tag="step3")
-    expected = state_of(engine)
+    # What `safe_get_full_*` tells is wrong with round robin: it takes the parameters in their order before it.
+    expected = {} if "round_robin_gradients" in (case.options or {}) else state_of(engine)
     if rank == 0:
         finish(Path(folder), expected)
 
@@ -129,6 +130,10 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """The live engine's weights and states, whole; collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # It links all groups after the first group's first step, when the others have no states yet: once more.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:

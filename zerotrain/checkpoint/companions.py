@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def _config(module: nn.Module, config: Any) -> bytes:
     """The model's config as it is saved: with the class that opens the weights, and the dtype that they have."""
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.is_floating_point()}
+    elements: Counter[str] = Counter()
+    for parameter in module.parameters():
+        if parameter.dtype.is_floating_point:
+            elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     values = json.loads(config.to_json_string())
-    if len(dtypes) == 1:
-        values["dtype"] = dtypes.pop()
+    if elements:
+        values["dtype"] = elements.most_common(1)[0][0]
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

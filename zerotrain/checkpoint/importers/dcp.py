@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ from zerotrain.checkpoint.importers import pickles
 from zerotrain.checkpoint.importers.dcp_names import Entry, sort_entries
 from zerotrain.checkpoint.source import Source, TensorInfo
 from zerotrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 METADATA = ".metadata"
 LARGEST_SCALAR = 1 << 20
@@ -207,16 +210,47 @@ class DcpSource(Source):
             where = f"tensor '{key}' at byte {chunk.start} of {self.path / chunk.file}"
             try:
                 with (self.path / chunk.file).open("rb") as file:
-                    file.seek(chunk.start)
-                    raw = file.read(chunk.length)
+                    self._held = chunk, pickles.load(io.BufferedReader(Range(file, chunk.start, chunk.length)), where)
             except OSError as error:
                 raise CheckpointError(f"{where} cannot be read: {error}") from error
-            self._held = chunk, pickles.load(io.BytesIO(raw), where)
         return self._held[1]
 
     def close(self) -> None:
         """Let go of the chunk in memory."""
         self._held = None
+
+
+class Range(io.RawIOBase):
+    """Bytes `[start, start + length)` of an open file, as a file: what is in it is read once, to where it belongs."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """The position, from the start of the range."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As with any file, within the range."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        """Fill `buffer` as far as the range goes; how many bytes that were."""
+        target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(target) if target else 0  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
 
 
 class Box(NamedTuple):
@@ -230,9 +264,9 @@ class Box(NamedTuple):
 def boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """The elements `[start, stop)` of a flattened tensor as boxes, in order: at most two for each dimension.
 
-        shape 3 x 4, elements 2 to 9:   . . a a      a = (0, 2) to (1, 4)
-                                        b b b b      b = (1, 0) to (2, 4)
-                                        c . . .      c = (2, 0) to (3, 1)
+    shape 3 x 4, elements 2 to 9:   . . a a      a = (0, 2) to (1, 4)
+                                    b b b b      b = (1, 0) to (2, 4)
+                                    c . . .      c = (2, 0) to (3, 1)
     """
     if start >= stop:
         return
@@ -304,7 +338,9 @@ def _named(source: DcpSource, entries: list[Entry]) -> dict[str, TensorInfo]:
 def _whole(source: DcpSource, entry: Entry, about: Stored) -> Any:
     if about.info is None:
         return source.load(entry.stored, about.chunks[0])
-    reader = DcpSource(source.path, {entry.stored: about.info}, stored=source.stored, names={entry.stored: entry.stored})
+    reader = DcpSource(
+        source.path, {entry.stored: about.info}, stored=source.stored, names={entry.stored: entry.stored}
+    )
     out = torch.empty(about.info.numel, dtype=about.info.dtype)
     reader.read(entry.stored, 0, out.numel(), out)
     return out.view(about.info.shape)

@@ -1,8 +1,8 @@
 """Which entries of a torch.distributed.checkpoint folder are weights, and which optimizer state: arithmetic on names.
 
 A job saves nested dicts, and the folder flattens them into dotted names. Its index mostly tells the path of each
-entry: `("optim", "state", "layer.weight", "exp_avg")` for what `get_optimizer_state_dict` returns, and
-`("optim", "state.layer.weight.exp_avg")` where that was asked to flatten. Without paths the dots have to do.
+entry: `("model", "layer.weight")`, `("optim", "state", "layer.weight", "exp_avg")` for what `get_optimizer_state_dict`
+returns, and `("optim", "state.layer.weight.exp_avg")` where that was asked to flatten.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ class Entries:
 
 def sort_entries(infos: Mapping[str, TensorInfo | None], planner: Mapping[Any, Any]) -> Entries:
     """Sort the entries (`infos`: None for one that is no tensor). `planner`: their paths, as far as they are known."""
-    paths = {name: _path(name, planner) for name in infos}
+    parts = {name: _parts(name, planner) for name in infos}
+    paths = {name: tuple(".".join(known).split(".")) for name, known in parts.items()}
     roots = _optimizer_roots(paths.values())
-    optimizer = {name: (root, path[len(root) :]) for name, path in paths.items() if (root := _root(path, roots)) is not None}
-    found = Entries(weights=_weights({n: p for n, p in paths.items() if n not in optimizer and infos[n] is not None}))
+    optimizer = {name: path[len(root) :] for name, path in paths.items() if (root := _root(path, roots)) is not None}
+    tensors = {name: known for name, known in parts.items() if name not in optimizer and infos[name] is not None}
+    found = Entries(weights=_weights(tensors))
     weights = {entry.name: infos[entry.stored] for entry in found.weights}
-    for stored, (_, rest) in optimizer.items():
+    for stored, rest in optimizer.items():
         if rest[0] != "state" or len(rest) < 3:
             continue
         name, state = _split(rest[1:], weights)
@@ -61,13 +63,12 @@ def sort_entries(infos: Mapping[str, TensorInfo | None], planner: Mapping[Any, A
 
 
 Path = tuple[str, ...]
-"""Names split at every dot: what stays together is put together by comparing with the weights' names."""
 
 
-def _path(name: str, planner: Mapping[Any, Any]) -> Path:
+def _parts(name: str, planner: Mapping[Any, Any]) -> Path:
+    """The keys of the nested dicts that led to the entry, as far as that is known."""
     known = planner.get(name)
-    parts = known if isinstance(known, tuple) else (name,)
-    return tuple(piece for part in parts for piece in str(part).split("."))
+    return tuple(map(str, known)) if isinstance(known, tuple) and known else (name,)
 
 
 def _optimizer_roots(paths: Iterable[Path]) -> set[Path]:
@@ -76,7 +77,7 @@ def _optimizer_roots(paths: Iterable[Path]) -> set[Path]:
     for path in paths:
         for depth in range(min(3, len(path))):
             named = depth > 0 and path[depth - 1] in OPTIMIZERS
-            if path[depth] == "param_groups" and depth < 2 or named and path[depth] == "state":
+            if (path[depth] == "param_groups" and depth < 2) or (named and path[depth] == "state"):
                 roots.add(path[:depth])
     return roots
 
@@ -88,15 +89,15 @@ def _root(path: Path, roots: set[Path]) -> Path | None:
     return None
 
 
-def _weights(paths: Mapping[str, Path]) -> list[Entry]:
-    """Those under a key that is a model's name where there are such, else all."""
-    for depth in (0, 1):
-        for root in MODELS:
-            under = [n for n, path in paths.items() if path[depth : depth + 1] == (root,) and path[:depth] in ((), (APP,))]
-            if under and len(under) >= len(paths) / 2:
-                return [Entry(name, ".".join(paths[name][depth + 1 :])) for name in under if len(paths[name]) > depth + 1]
-    drop = 1 if paths and all(path[0] == APP and len(path) > 1 for path in paths.values()) else 0
-    return [Entry(name, ".".join(path[drop:])) for name, path in paths.items()]
+def _weights(parts: Mapping[str, Path]) -> list[Entry]:
+    """The tensors of the model's dict; of all the folder where none is known to be that."""
+    for root in [(name,) for name in MODELS] + [(APP, name) for name in MODELS]:
+        under = {name: known[len(root) :] for name, known in parts.items() if known[: len(root)] == root}
+        if any(under.values()):
+            return [Entry(name, ".".join(rest)) for name, rest in under.items() if rest]
+    names = {name: ".".join(known) for name, known in parts.items()}
+    prefix = next((f"{top}." for top in (*MODELS, APP) if all(n.startswith(f"{top}.") for n in names.values())), "")
+    return [Entry(stored, name.removeprefix(prefix)) for stored, name in names.items()]
 
 
 def _split(path: Path, weights: Mapping[str, Any]) -> tuple[str, str]:

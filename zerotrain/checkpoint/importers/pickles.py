@@ -16,7 +16,7 @@ LARGEST_LEGACY = 1 << 30
 """Bytes of a file in torch's old format, which has to be read whole."""
 
 _ZIP = b"PK\x03\x04"
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)|[Uu]nsupported (?:global|class|type)\W+([\w.]+)")
+_REFUSED = re.compile(r"(?:GLOBAL|unrecognized function|but got) (?:<class ')?([\w.]+)")
 
 
 def load(file: Path | IO[bytes], where: str, stubs: Sequence[tuple[Any, str]] = ()) -> Any:
@@ -42,10 +42,9 @@ def explain(error: Exception) -> str:
     """Why a file could not be loaded, in one line."""
     refused = _REFUSED.search(str(error))
     if refused:
-        name = refused[1] or refused[2]
         return (
-            f"holds an object of class or function {name}, which is not loaded from checkpoints because it could run code. "
-            "Save the file without it"
+            f"holds an object of class or function {refused[1]}, which is not loaded from checkpoints because it could "
+            "run code. Save the file without it"
         )
     lines = str(error).splitlines() or [type(error).__name__]
     return f"is damaged, or no file of torch.save: {lines[0]}"

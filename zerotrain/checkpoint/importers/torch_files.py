@@ -33,7 +33,9 @@ class TorchSource(Source):
         try:
             pickles.copy_run(self.tensors[key], start, stop, out)
         except (KeyError, RuntimeError) as error:
-            raise CheckpointError(f"tensor '{key}' cannot be read from {self.files.get(key, self.path)}: {error}") from error
+            raise CheckpointError(
+                f"tensor '{key}' cannot be read from {self.files.get(key, self.path)}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Let go of the mapped files."""
