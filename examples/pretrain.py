@@ -72,7 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the JSON job file, see configs/README.md")
     parser.add_argument("--data", type=Path, help="a folder of text (default: Python's standard library)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: those of the config's scheduler, or 300)")
-    parser.add_argument("--save-every", type=int, default=100, help="optimizer steps, where the config has a folder for it")
+    parser.add_argument(
+        "--save-every", type=int, default=100, help="optimizer steps, where the config has a folder for it"
+    )
     parser.add_argument("--model", choices=["gpt", "llama"], default="gpt", help="llama needs the extra `hf`")
     parser.add_argument("--seq-len", type=int, default=128, help="bytes in a training window")
     parser.add_argument("--layers", type=int, default=4)
@@ -212,9 +214,7 @@ class Progress:
         self._engine = engine
         self._tokens_per_step = engine.train_batch_size * context
         self._begun_at = engine.global_steps
-        self._bar = tqdm(
-            total=steps, initial=self._begun_at, unit="step", disable=engine.rank != 0, dynamic_ncols=True
-        )
+        self._bar = tqdm(total=steps, initial=self._begun_at, unit="step", disable=engine.rank != 0, dynamic_ncols=True)
         self._started = time.perf_counter()
         self.first_loss: float | None = None
         self.last_loss = float("nan")

@@ -76,7 +76,7 @@ def build_loader(
     if stateful:
         prepared.base_dataloader.load_state_dict({})  # forgets that iterator
         prepared.base_dataloader.snapshot_every_n_steps = getattr(given, "snapshot_every_n_steps", 1)
-    return Loader(prepared, given, device, cursor, kind)
+    return Loader(prepared, given, device, cursor, kind, ranks[0])
 
 
 # -- the loader -------------------------------------------------------------------------------------------------------
@@ -108,14 +108,15 @@ class Loader:
     fetched ahead in this process, and beginning an iteration leaves the global random generators alone, so a run resumed
     with their states draws the same numbers, too. Numbers drawn in worker processes begin anew where a run is resumed.
 
-    Of map-style datasets and iterables, place and order do not depend on the number of ranks and the micro batch. With a
-    custom batch sampler, or an iterable read by several workers, batches are counted, and with torchdata's
-    StatefulDataLoader its own state is kept: such places are good at the same layout only. Everything else is reached as
-    on the DataLoader that accelerate prepared.
+    Of map-style datasets and iterables, place and order do not depend on the number of ranks and the micro batch; skipped
+    samples are not loaded, but iterables have to be read up to the place, and to yield the same again. With a custom
+    batch sampler, or an iterable read by several workers, batches are counted, and with torchdata's StatefulDataLoader its
+    own state is kept: such places are good at the same layout only. Everything else is reached as on the DataLoader that
+    accelerate prepared.
     """
 
     def __init__(
-        self, prepared: Any, given: DataLoader[Any], device: torch.device, cursor: _Cursor, kind: _Kind
+        self, prepared: Any, given: DataLoader[Any], device: torch.device, cursor: _Cursor, kind: _Kind, rank: int
     ) -> None:
         self.dataset = given.dataset
         self.batch_size = given.batch_size
@@ -124,6 +125,8 @@ class Loader:
         self._device = device
         self._cursor = cursor
         self._kind = kind
+        # What workers draw for samples differs from rank to rank; what they draw for the order of an iterable must not.
+        self._apart = 0 if isinstance(given.dataset, IterableDataset) else rank * 1_000_003
         self._epoch = 0
         self._place = 0  # in units of the kind, within the epoch
         self._start = 0  # where the next iteration begins
@@ -147,7 +150,7 @@ class Loader:
         if hasattr(self._base.dataset, "set_epoch"):
             self._base.dataset.set_epoch(self._epoch)
         with _own_numbers(self._cursor.number):
-            self._base.generator.manual_seed(self._cursor.number)  # the workers' base seed
+            self._base.generator.manual_seed(self._cursor.number + self._apart)  # the workers' base seed
             if self._stateful is not None:
                 self._base.load_state_dict(copy.deepcopy(self._stateful))
             batches = iter(self._base)
@@ -192,9 +195,15 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration, and only that, continues at a place from `state_dict`.
 
-        At the end of an epoch it is empty. ValueError for the place of another kind of data, or one that is only good at
-        another number of ranks, workers or samples in a batch.
+        At the end of an epoch it is empty. ValueError as from `check_state_dict`.
         """
+        self.check_state_dict(state)
+        self._move(int(state["epoch"]), int(state[self._kind.counted]), state.get("stateful"))
+        self.mark()
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError for the place of another kind of data, or one that is only good at another number of ranks, workers
+        or samples in a batch."""
         kind, saved = self._kind, state.get("kind", "samples")
         if saved != kind.name:
             raise ValueError(
@@ -202,14 +211,12 @@ class Loader:
                 "resume with the same kind of training_data, or without its place in the data"
             )
         for name, here in kind.layout.items():
-            if state[name] != here:
+            if state.get(name) != here:
                 raise ValueError(
-                    f"the place in the data was saved with {name} {state[name]} and cannot be continued with {name} {here}: "
+                    f"the place in the data was saved with {name} {state.get(name)} and cannot be resumed with {name} {here}: "
                     "custom batch samplers, iterables with several workers and StatefulDataLoader need the same layout; "
                     "a dataset, or a DataLoader with a plain sampler, can be resumed with any"
                 )
-        self._move(int(state["epoch"]), int(state[kind.counted]), state.get("stateful"))
-        self.mark()
 
     def mark(self) -> None:
         """Remember the present place."""
@@ -238,12 +245,10 @@ def _part(given: DataLoader[Any], cursor: _Cursor, ranks: tuple[int, int]) -> tu
     if not isinstance(given.dataset, IterableDataset):
         part, kind = _map_part(given, kept, cursor, ranks)
     else:
-        part, samples = (
-            _iterable_part(given, kept, cursor, ranks, stateful),
-            _Kind("samples", layout["micro_batch"] * ranks[1]),
-        )
-        # The order of several workers is whatever they make of it, each with its own share of the dataset.
-        kind = samples if given.num_workers < 2 else _Kind("batches", layout=layout, by_cursor=False)
+        part = _iterable_part(given, kept, cursor, ranks, stateful)
+        kind = _Kind("samples", layout["micro_batch"] * ranks[1])
+        if given.num_workers > 1:  # the order is whatever they make of it, each with its own share of the dataset
+            kind = _Kind("batches", layout=layout, by_cursor=False)
     return part, _Kind("stateful", layout=layout, by_cursor=False) if stateful else kind
 
 

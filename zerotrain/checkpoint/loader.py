@@ -59,6 +59,8 @@ def prepare(job: Job, path: Path, tag: str | None, options: Options) -> Prepared
         source = open_source(path, tag)
         manifest = manifest_of(source)
         plan = restore.plan_load(job, source, manifest, options.strict, options.weights_only)
+        if manifest is not None and not options.weights_only:
+            restore.check_run(job, manifest)
         return Prepared(source, manifest, plan, options)
 
     prepared: Prepared | None = None
@@ -127,7 +129,10 @@ def load_newest(job: Job, root: Path, load: Callable[[str], Loaded]) -> Loaded |
     if job.mesh.rank == 0:
         for reason in reasons:
             logger.warning("not resuming from a damaged checkpoint: %s", reason)
-        logger.info("resumed from %s", loaded.path if loaded else "nothing: there is no checkpoint yet")
+        if loaded is None:
+            logger.info("there is no checkpoint in %s yet: starting from the beginning", root)
+        else:
+            logger.info("resumed from %s", loaded.path)
     return loaded
 
 

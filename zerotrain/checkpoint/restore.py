@@ -16,7 +16,6 @@ from torch import nn
 from zerotrain import runtime
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.checkpoint.match import Match, match_names
-from zerotrain.checkpoint.plain import decode
 from zerotrain.checkpoint.source import MASTER, Source, TensorInfo, state_key
 from zerotrain.checkpoint.states import canonical, module_buffers, tied_names
 from zerotrain.errors import CheckpointError
@@ -65,10 +64,10 @@ def plan_load(job: Job, source: Source, manifest: Manifest | None, strict: bool,
     if saved_class is not None and saved_class != own_class:
         plan.remarks.append(f"the optimizer was {saved_class} and is {own_class}: its state starts fresh")
         return plan
-    if not source.states and not source.scalars:
+    if source.states or source.scalars:
+        _plan_states(plan, job.sharded_optimizer, source)
+    elif saved_class is None:
         plan.remarks.append("there is no optimizer state in it: the optimizer starts fresh")
-        return plan
-    _plan_states(plan, job.sharded_optimizer, source)
     if manifest is not None:
         _plan_groups(plan, job.sharded_optimizer, manifest, strict)
     return plan
@@ -215,9 +214,8 @@ def _state_dtype(saved: torch.dtype, parameter: nn.Parameter, optimizer: Sharded
 def _restore_groups(plan: Plan, job: Job) -> None:
     for group, settings in zip(job.optimizer.param_groups if job.optimizer else (), plan.groups, strict=False):
         for key, value in (settings or {}).items():
-            value = decode(value)
             if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(value)
+                group[key].copy_(torch.as_tensor(value))
             else:
                 group[key] = value
 
@@ -237,9 +235,19 @@ def restore_run(job: Job, manifest: Manifest, plan: Plan) -> None:
         if path in modules:
             modules[path].set_extra_state(state)
     place = of_rank(manifest.section("data") or [], job.mesh.rank)
-    if place is not None and hasattr(job.loader, "load_state_dict"):
+    if place is not None and job.loader is not None:
         job.loader.load_state_dict(place)
     _restore_random(job, manifest)
+
+
+def check_run(job: Job, manifest: Manifest) -> None:
+    """CheckpointError for a place in the data that the job's loader cannot go to."""
+    place = of_rank(manifest.section("data") or [], job.mesh.rank)
+    try:
+        if place is not None and job.loader is not None:
+            job.loader.check_state_dict(place)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{manifest.path}: {error}") from error
 
 
 def of_rank(values: Sequence[Any], rank: int) -> Any:
