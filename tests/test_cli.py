@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from zerotrain.checkpoint.reader import Checkpoint, open_source
 from zerotrain.cli import main
 from zerotrain.errors import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.load in one process
 SHAPE = Shape(vocab=13, width=7, hidden=11, tied=True, frozen=True)
+DEEPSPEED = Path(__file__).parent / "data" / "deepspeed"
 TAG = "step-00000002"
 NODES = [f"{TAG}.node-00000-of-00002", f"{TAG}.node-00001-of-00002"]
 BF16 = {"bf16": {"enabled": True}}
@@ -251,6 +254,35 @@ def test_a_failed_export_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in DEEPSPEED.iterdir() if path.is_dir()))
+def test_masters_of_other_tools_are_used_too(name: str, tmp_path: Path) -> None:
+    source = open_source(DEEPSPEED / name)
+    found = in_hf(export(source, tmp_path / "out", dtype=torch.float32))
+    for key, value in found.items():
+        chosen = f"{key}/master" if f"{key}/master" in source.states else key
+        wanted = torch.empty(value.numel(), dtype=value.dtype)
+        source.read(chosen, 0, value.numel(), wanted)
+        assert torch.equal(value.flatten(), wanted), key
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_disk_that_is_full_half_way(to: Any, tmp_path: Path) -> None:
+    """The staged file fits; the one of torch, which is larger, does not."""
+    save_file({f"w{i}": torch.ones(700) for i in range(100)}, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+
+    def body(rank: int) -> str:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 64, size + 64))
+        with pytest.raises(CheckpointError) as raised:
+            export(tmp_path / "model.safetensors", tmp_path / "out", to)
+        return str(raised.value)
+
+    assert re.search(r"could not be written: .*File too large", run(1, body, group=False)[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("to", exporting.FORMATS)
 def test_exporting_takes_little_memory(to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anonymous memory: pages of mapped files do not count, the kernel takes them back whenever it needs them."""
@@ -453,6 +485,33 @@ def test_parts_of_different_saves_do_not_merge(nodes: Saved, tmp_path: Path) -> 
         merge([nodes.root / "node0", other.root / "node1"], tmp_path / "out")
 
 
+@pytest.mark.parametrize("fault", ["nobody", "both", "twins", "elsewhere"])
+def test_parts_that_do_not_make_a_whole(nodes: Saved, fault: str, tmp_path: Path) -> None:
+    shutil.copytree(nodes.root, tmp_path / "copy")
+    zero, one = (tmp_path / "copy" / f"node{i}" / name for i, name in enumerate(NODES))
+    given = [zero, one]
+    mine, other = manifest.load(zero), manifest.load(one)
+    holder = other if fault == "both" else mine
+    key, tensor = next((key, tensor) for key, tensor in holder.optimizer.items() if tensor.fragments)
+    (start, stop, digest), *_ = tensor.fragments
+    if fault == "nobody":
+        changed, text = replace(tensor, fragments=()), "no node wrote elements 0"
+    elif fault == "both":
+        changed, text = replace(tensor, fragments=((0, tensor.info.numel, digest),)), "two nodes wrote elements"
+    elif fault == "twins":
+        shutil.copytree(zero, tmp_path / "copy" / zero.name)
+        given.append(tmp_path / "copy" / zero.name)
+        changed, text = replace(tensor, fragments=((start, stop, "0" * 16),)), "are of the same node and differ"
+    else:
+        changed, text = None, f"different checkpoints: {TAG}, {TAG}x; say which with --tag"
+        given = [zero, one.rename(one.with_name(one.name.replace(TAG, f"{TAG}x")))]
+    if changed is not None:
+        (zero / "manifest.json").write_bytes(manifest.dump(replace(mine, optimizer={**mine.optimizer, key: changed})))
+    with pytest.raises(CheckpointError, match=text):
+        merge(given, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 
@@ -474,7 +533,7 @@ def test_inspect_says_what_a_checkpoint_holds(mixed: Saved, capsys: Any) -> None
         r"^tied +head.weight is embed.weight$",
         r"^optimizer +torch.optim.adamw.AdamW$",
         r"^  group 0 +\d+ parameters: .*lr 0.01",
-        r"^  bf16.enabled = True$",
+        r"^  bf16.enabled = true$",
         r"^  zero_optimization.stage = 3$",
     ):
         assert re.search(fact, text, re.MULTILINE), f"{fact} is not in\n{text}"
@@ -576,6 +635,11 @@ def test_errors_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"zerotrain": f"{main.__module__}:{main.__name__}"}
+
+
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["merge"], ["export"]])
 def test_help_and_usage(arguments: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -618,9 +682,7 @@ def test_no_process_group_is_made(mixed: Saved, tmp_path: Path, monkeypatch: pyt
         assert main(["export", str(mixed.root), "--to", to, "--output", str(tmp_path / to)]) == 0
 
 
-def test_odd_models_are_regressions_too(tmp_path: Path) -> None:
-    """Weights without an optimizer, and a model whose every tensor is its own shard."""
-
+def test_a_job_without_an_optimizer_under_a_tag_of_its_own(tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, Tensor]:
         model = Regression()
         engine = zerotrain.initialize(model=model, config=job(0))[0]

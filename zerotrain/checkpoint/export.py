@@ -165,18 +165,28 @@ def _write_hf(folder: Path, source: Source, values: _Values, limit: int) -> None
 
 
 def _write_torch(folder: Path, source: Source, values: _Values) -> None:
-    with _mapped(folder, source, values) as tensors, (folder / TORCH_FILE).open("xb") as file:
-        torch.save({**tensors, **_extra(source)}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / TORCH_FILE
+    with _mapped(folder, source, values) as tensors:
+        try:
+            with path.open("xb") as file:
+                torch.save({**tensors, **_extra(source)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
 def _write_dcp(folder: Path, source: Source, values: _Values) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save  # here, because it takes a while
+    from torch.distributed.checkpoint.api import CheckpointException  # here, because it takes a while
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with _mapped(folder, source, values) as tensors, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is distributed
-        save(dict(tensors), checkpoint_id=folder, no_dist=True)
+        try:
+            save(dict(tensors), checkpoint_id=folder, no_dist=True)
+        except CheckpointException as error:
+            reason = next((failure for failure, _ in error.failures.values()), error)
+            raise CheckpointError(f"{folder} could not be written: {reason}") from error
 
 
 @contextmanager

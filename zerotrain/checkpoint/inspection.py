@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,7 +123,7 @@ def _kind(source: Source) -> str:
 
 def _facts(manifest: Manifest) -> Iterator[str]:
     progress, topology = manifest.section("progress") or {}, manifest.section("topology") or {}
-    counts = ", ".join(f"{value:,g} {key}" for key, value in progress.items() if key != "step" and value is not None)
+    counts = ", ".join(f"{n:,.0f} {key.replace('_', ' ')}" for key, n in progress.items() if key != "step" and n)
     yield _row("step", f"{progress.get('step')}" + (f" ({counts})" if counts else ""))
     yield _row(
         "written by",
@@ -166,7 +167,9 @@ def _config(manifest: Manifest) -> Iterator[str]:
     except ConfigError:
         defaults = {}
     here = _flat(manifest.section("config") or {})
-    changed = [f"{key} = {value!r}" for key, value in here.items() if key not in defaults or defaults[key] != value]
+    changed = [
+        f"{key} = {json.dumps(value)}" for key, value in here.items() if key not in defaults or defaults[key] != value
+    ]
     yield _row("config", "other than the defaults:" if changed else "the defaults")
     yield from (f"  {line}" for line in changed)
 

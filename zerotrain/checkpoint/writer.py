@@ -33,6 +33,7 @@ from zerotrain.checkpoint.format import (
     StoredTensor,
     index_json,
     plan_files,
+    raw,
 )
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.checkpoint.source import TensorInfo
@@ -205,8 +206,10 @@ def write_runs(folder: Path, files: Sequence[FilePlan], runs: Iterable[Run]) -> 
 
 def _write_run(handle: int, run: Run, offset: int) -> str:
     hasher = xxhash.xxh3_64()
+    on_host = run.tensor.device.type == "cpu"
+    staging = run.tensor if on_host else torch.empty(min(BLOCK, run.tensor.nbytes), dtype=torch.uint8, pin_memory=True)
     for block in run.tensor.view(torch.uint8).split(BLOCK):
-        data = memoryview(block.cpu().numpy())
+        data = raw(block if on_host else staging[: block.numel()].copy_(block))
         hasher.update(data)
         _write_all(handle, data, offset)
         offset += len(data)
