@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-_COPIED = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json",
@@ -31,7 +31,7 @@ def companion_files(module: nn.Module) -> dict[str, bytes]:
         files["generation_config.json"] = generation.to_json_string().encode()
     folder = Path(str(getattr(config, "_name_or_path", "") or "\0"))
     if "\0" not in str(folder) and folder.is_dir():
-        for name in _COPIED:
+        for name in TOKENIZER_FILES:
             if (folder / name).is_file() and (folder / name).stat().st_size <= _LARGEST:
                 files[name] = (folder / name).read_bytes()
     return files

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from zerotrain.checkpoint import folders
-from zerotrain.checkpoint.companions import _COPIED as TOKENIZER_FILES
+from zerotrain.checkpoint.companions import TOKENIZER_FILES
 from zerotrain.checkpoint.format import INDEX, MODEL, FilePlan, index_json, plan_files
 from zerotrain.checkpoint.manifest import checksum
 from zerotrain.checkpoint.reader import Checkpoint, manifest_of, open_source
