@@ -130,14 +130,20 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def clean(root: Path) -> None:
-    """Put right what a dead job left: undo half of a replacement, remove parts that nobody writes any more."""
-    for path in root.glob(f".{LATEST}.*"):
-        path.unlink(missing_ok=True)
+def recover(root: Path) -> None:
+    """Undo half of a replacement: a checkpoint that a dead job had moved aside gets its name back."""
     for path, tag, kind in _leftovers(root):
         if kind == "old" and not (root / tag).exists():
             path.rename(root / tag)
-        elif kind != "part" or not _locked(path):
+
+
+def clean(root: Path) -> None:
+    """Put right what a dead job left: recover, and remove parts that nobody writes any more."""
+    recover(root)
+    for path in root.glob(f".{LATEST}.*"):
+        path.unlink(missing_ok=True)
+    for path, _, kind in _leftovers(root):
+        if kind != "part" or not _locked(path):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +65,7 @@ def prepare(job: Job, path: Path, tag: str | None, options: Options) -> Prepared
             restore.check_run(job, manifest)
         return Prepared(source, manifest, plan, options)
 
+    team.agree(lambda: _recover(path) if job.mesh.rank == 0 else None, f"looking at {path}")
     prepared: Prepared | None = None
 
     def open_and_tell() -> str:
@@ -110,9 +113,8 @@ def load_newest(job: Job, root: Path, load: Callable[[str], Loaded]) -> Loaded |
 
     CheckpointError where there are checkpoints and none can be loaded.
     """
-    tags, reasons = _team(job).agree(
-        lambda: folders.good_tags(root) if job.mesh.rank == 0 else None, f"looking for checkpoints in {root}"
-    )[0]
+    look = partial(_candidates, root) if job.mesh.rank == 0 else lambda: None
+    tags, reasons = _team(job).agree(look, f"looking for checkpoints in {root}")[0]
     loaded = None
     for tag in tags:
         try:
@@ -134,6 +136,16 @@ def load_newest(job: Job, root: Path, load: Callable[[str], Loaded]) -> Loaded |
         else:
             logger.info("resumed from %s", loaded.path)
     return loaded
+
+
+def _candidates(root: Path) -> tuple[list[str], list[str]]:
+    _recover(root)
+    return folders.good_tags(root)
+
+
+def _recover(root: Path) -> None:
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        folders.recover(root)
 
 
 def _team(job: Job) -> Team:
