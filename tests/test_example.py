@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -71,6 +72,22 @@ def test_example_on_two_ranks(text: Path, config: str, model: str) -> None:
     assert re.search(r"^sample:\ndef .", run.stdout, re.MULTILINE)
     bar = run.stderr.split("\r")[-1]
     assert re.search(r"4/4 .*loss \d.*lr .*grad norm .*tokens/s, [\d,]+ MiB", bar), bar
+
+
+def test_example_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
+    """Six steps at once, and six in two runs, of which the second resumes: the same losses at the end."""
+    job = json.loads((ROOT / "configs" / "zero3-resume.json").read_text())
+    ends = []
+    for name, lengths in (("whole", (6,)), ("cut", (3, 6))):
+        job["checkpoint"]["directory"] = str(tmp_path / name)
+        (tmp_path / f"{name}.json").write_text(json.dumps(job))
+        for steps in lengths:
+            run = launch("--config", str(tmp_path / f"{name}.json"), "--data", str(text), "--steps", str(steps))
+            assert run.returncode == 0, run.stderr
+        ends.append(re.findall(r"-> ([\d.]+) in 6 steps|^held-out loss ([\d.]+)", run.stdout, re.MULTILINE))
+        assert (tmp_path / name / "step-00000006" / "manifest.json").is_file()
+    assert ends[0] == ends[1]
+    assert f"resumed from {tmp_path / 'cut' / 'step-00000003'}" in run.stderr
 
 
 def refusal(*arguments: str, path: Path = ROOT) -> str:

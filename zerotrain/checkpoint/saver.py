@@ -63,9 +63,9 @@ class Saver:
         """
         config, job = self._job.config.checkpoint, self._job
         self._take_turn(config.if_busy)
-        everyone = self._agree(tag, moment)
+        everyone, small_files = self._agree(tag, moment)
         team = Team(self._exchange(config.async_), job.mesh.rank, self._who_leads(root))
-        plan, content = self._plan(root, tag, everyone), self._content(moment, everyone)
+        plan, content = self._plan(root, tag, everyone), self._content(small_files, everyone)
         if not config.async_:
             return writer.write(plan, content, team)
         content.runs = self._copied(content.runs)
@@ -81,13 +81,18 @@ class Saver:
                 'the checkpoint before this one is still being written (checkpoint.if_busy is "refuse"; "wait" waits)'
             )
         self.wait()
-        self.raise_failure()
 
-    def _agree(self, tag: str, moment: Moment) -> list[dict[str, Any]]:
-        """What every rank brings along; RankMismatchError where they are not saving the same."""
+    def _agree(self, tag: str, moment: Moment) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        """What every rank brings along, and this one's small files; RankMismatchError where they do not save the same.
+
+        Whatever can fail on one rank alone is done here, so that it fails on all.
+        """
         optimizer = self._job.sharded_optimizer
+        small_files: dict[str, bytes] = {}
 
         def mine() -> dict[str, Any]:
+            self.raise_failure()
+            small_files.update(companion_files(self._job.module))
             return {
                 "tag": check_tag(tag),
                 "step": moment.progress["step"],
@@ -106,7 +111,7 @@ class Saver:
                         f"the ranks save different checkpoints: {what} is {everyone[0][what]!r} on rank 0 and "
                         f"{other[what]!r} on rank {rank}"
                     )
-        return everyone
+        return everyone, small_files
 
     def _state(self, moment: Moment) -> dict[str, Any]:
         """The sections of the manifest that rank 0 speaks for."""
@@ -137,7 +142,7 @@ class Saver:
         held = states.master_infos(job.model) | states.state_infos(_records(everyone), weights)
         return Plan(root, tag, weights, held, config.max_shard_size, (config.keep_last, config.keep_every))
 
-    def _content(self, moment: Moment, everyone: Sequence[dict[str, Any]]) -> Content:
+    def _content(self, small_files: dict[str, bytes], everyone: Sequence[dict[str, Any]]) -> Content:
         job = self._job
         runs = list(states.weight_runs(job.model, job.module, job.mesh))
         if job.sharded_optimizer is not None:
@@ -148,7 +153,7 @@ class Saver:
         }
         state["random"] = [other["random"] for other in everyone]
         state["data"] = [other["data"] for other in everyone]
-        return Content(runs, companion_files(job.module), state)
+        return Content(runs, small_files, state)
 
     # -- in the background --------------------------------------------------------------------------------------------
 
