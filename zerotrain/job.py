@@ -29,6 +29,7 @@ from zerotrain.zero.elementwise import refusal
 from zerotrain.zero.gradients import Partition
 from zerotrain.zero.loss_scale import LossScale
 from zerotrain.zero.optimizer import ShardedOptimizer
+from zerotrain.zero.recompute import Recomputed, RecomputeOptions, install
 from zerotrain.zero.schedule import GatherSchedule, Sync
 from zerotrain.zero.sharded import ShardedModel
 from zerotrain.zero.stages import STAGES
@@ -74,6 +75,8 @@ class Job:
     options: BuildOptions
     names: list[str] = field(default_factory=list)
     """Every parameter's name, in the order of the model."""
+    recomputed: list[Recomputed] = field(default_factory=list)
+    """The blocks that compute their activations again."""
 
     @property
     def world(self) -> Channel:
@@ -106,6 +109,8 @@ class Job:
     def close(self) -> None:
         """Detach from the model, release what is held, and end the groups. Idempotent."""
         self.model.close()
+        for block in self.recomputed:
+            block.remove()
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.close()
             self.sharded_optimizer = None
@@ -191,6 +196,7 @@ class _Builder:
         compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
         names = [name for name, _ in model.named_parameters()]
         options = self._options(device, compute, optimizer)
+        recomputed = self._recompute()
         sharded = self._shard(options)
         for buffer in model.buffers():
             buffer.data = buffer.data.to(device)
@@ -205,7 +211,7 @@ class _Builder:
             config=config, batch=self.batch, mesh=self.mesh, device=device, module=model, traffic=self.traffic,
             watch=self.watch, channels=self.channels, model=sharded, sharded_optimizer=sharded_optimizer,
             optimizer=optimizer, lr_scheduler=scheduler, loader=self._loader(device), buffers=buffers,
-            compute_dtype=compute, loss_scale=self._loss_scale(), options=options, names=names,
+            compute_dtype=compute, loss_scale=self._loss_scale(), options=options, names=names, recomputed=recomputed,
         )  # fmt: skip
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -297,6 +303,15 @@ class _Builder:
             max_elements=zero.reduce_bucket_size,
             group_of=lambda parameter: group_of.get(parameter, len(group_of)),
         )
+
+    def _recompute(self) -> list[Recomputed]:
+        config = self.config.activation_checkpointing
+        if not config.enabled:
+            return []
+        options = RecomputeOptions(
+            config.every, tuple(config.modules), config.policy, config.offload == "cpu", config.offload_bytes
+        )
+        return install(self.request.model, options)
 
     def _shard(self, options: BuildOptions) -> ShardedModel:
         zero, channels = self.config.zero_optimization, self.channels

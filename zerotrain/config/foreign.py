@@ -51,6 +51,9 @@ def _same(value: Any, neutral: Any) -> bool:
 
 _TUNING = (
     "aio",
+    "activation_checkpointing.contiguous_memory_optimization",
+    "activation_checkpointing.profile",
+    "activation_checkpointing.synchronize_checkpoint_boundary",
     "checkpoint.load_universal",
     "checkpoint.parallel_write",
     "checkpoint.tag_validation",
@@ -121,8 +124,12 @@ _OFFLOAD = Foreign("states held in CPU memory or on disk")
 _QUANTIZED = Foreign("quantized communication or storage")
 
 _CHANGES_RESULT = {
-    "activation_checkpointing": Foreign(
-        "recomputation of activations", instead="use torch.utils.checkpoint in the model and remove the key"
+    "activation_checkpointing.partition_activations": Foreign("activations cut over tensor-parallel ranks"),
+    "activation_checkpointing.cpu_checkpointing": Foreign(
+        "activations in host memory", instead='write activation_checkpointing.offload: "cpu"'
+    ),
+    "activation_checkpointing.number_checkpoints": Foreign(
+        "a number of recomputed blocks", instead="write activation_checkpointing.every"
     ),
     "amp": Foreign("Apex AMP", instead="use bf16 or fp16, or torch.autocast around the forward"),
     "autotuning": Foreign("tuning of the job by trial runs"),

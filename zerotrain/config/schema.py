@@ -106,6 +106,32 @@ class ZeroConfig(Section):
     """Stage 3: elements gathered ahead of use; 0 gathers each unit when it is reached."""
 
 
+class ActivationCheckpointingConfig(Section):
+    """Computing activations of blocks again in the backward pass, in place of keeping them (torch's non-reentrant
+    checkpoint)."""
+
+    enabled: bool = False
+    """Whether blocks are recomputed."""
+
+    every: Positive = 1
+    """Recompute every so many-th of the chosen blocks, beginning with the first; the others keep their activations."""
+
+    modules: Names = ()
+    """Patterns (`*` and `?`) of module paths to recompute, for example `["blocks.*"]`; empty takes the model's repeated
+    blocks."""
+
+    policy: Literal["full", "save_matmuls"] = "full"
+    """What is computed again: everything, or (`save_matmuls`) all but matrix products, convolutions and attention, whose
+    results are kept."""
+
+    offload: Literal["none", "cpu"] = "none"
+    """Where the inputs of recomputed blocks wait for the backward pass: on the device, or in host memory. Without effect
+    where the device is the CPU."""
+
+    offload_bytes: Size | None = None
+    """Most bytes of host memory that they may take, per rank; what does not fit stays on the device. null: no bound."""
+
+
 class CheckpointConfig(Section):
     """Where checkpoints go, how they are written, and which of them are kept."""
 
@@ -172,6 +198,9 @@ class Config(Section):
 
     zero_optimization: ZeroConfig = ZeroConfig()
     """Sharding of the model's states."""
+
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    """Recomputation of activations."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""

@@ -47,7 +47,7 @@ def find_units(
     `patterns` (fnmatch, over module paths) replace the search for repeated blocks. Neighbours of less than
     `min_elements` are merged, up to `max_elements`. ValueError where a pattern matches no module.
     """
-    blocks = _matching(model, patterns) if patterns else _repeated(model)
+    blocks = _matching(model, patterns) if patterns else repeated_blocks(model)
     block_of = {id(m): path for path, block in blocks.items() for m in block.modules()}
     specs: dict[object, UnitSpec] = {}
     for name, parameter, owners in _owned(model):
@@ -90,7 +90,7 @@ def _owned(model: nn.Module) -> list[tuple[str, nn.Parameter, list[tuple[str, nn
     return list(found.values())
 
 
-def _repeated(model: nn.Module) -> dict[str, nn.Module]:
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost children of lists and sequences that have siblings of their own class, by path."""
     total = max(1, sum(p.numel() for p in model.parameters()))
     blocks: dict[str, nn.Module] = {}
