@@ -90,10 +90,10 @@ def train(
 
 
 # Micro batches: the first, at and inside an accumulation window, around the end of an epoch (10 per rank), far in.
-CUTS = (1, 6, 7, 10, 11, 20, 133, 398)
+CUTS = (1, 7, 10, 11, 20, 133)
 
 
-@pytest.mark.parametrize(("stage", "cuts"), [(3, CUTS), (0, (7, 20, 133))])
+@pytest.mark.parametrize(("stage", "cuts"), [(3, CUTS), (0, (7, 20))])
 def test_cut_and_resumed_is_equal_to_uncut(tmp_path: Path, stage: int, cuts: tuple[int, ...]) -> None:
     uncut = run(2, lambda rank: train(config(stage, tmp_path / "none"), STEPS))
     assert [line[0] for line in uncut[0][1]] == list(range(1, STEPS + 1))

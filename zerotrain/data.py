@@ -11,19 +11,19 @@ it (an epoch and a number of samples) means the same at any number of ranks::
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
+from itertools import islice
 from typing import Any, cast
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, prepare_data_loader
 from accelerate.utils import send_to_device
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from zerotrain.order import Cursor, Elements, Order, Stream, Whole, own_numbers
 
 _KEPT = (  # of a loader that is built anew around another sampler or dataset
     "num_workers",
@@ -60,16 +60,16 @@ def build_loader(
     else:
         map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
         given = DataLoader(
-            data if isinstance(data, Dataset) or map_style else _Stream(data),
+            data if isinstance(data, Dataset) or map_style else Stream(data),
             batch_size=micro_batch,
             shuffle=map_style and not isinstance(data, IterableDataset),
             collate_fn=collate_fn,
             drop_last=drop_last,
         )
-    cursor = _Cursor(seed or 0, given.num_workers)
+    cursor = Cursor(seed or 0, given.num_workers)
     part, kind = _part(given, cursor, ranks)
     stateful = kind.name == "stateful"
-    with _own_numbers(cursor.seed):  # torchdata's loader starts an iterator as it is made
+    with own_numbers(cursor.seed):  # torchdata's loader starts an iterator as it is made
         prepared: Any = prepare_data_loader(  # for one process, since `part` is this rank's already
             part, device, 1, 0, put_on_device=True, dispatch_batches=False, use_stateful_dataloader=stateful
         )
@@ -116,7 +116,7 @@ class Loader:
     """
 
     def __init__(
-        self, prepared: Any, given: DataLoader[Any], device: torch.device, cursor: _Cursor, kind: _Kind, rank: int
+        self, prepared: Any, given: DataLoader[Any], device: torch.device, cursor: Cursor, kind: _Kind, rank: int
     ) -> None:
         self.dataset = given.dataset
         self.batch_size = given.batch_size
@@ -149,7 +149,7 @@ class Loader:
         self._cursor.move(self._epoch, self._place if self._kind.by_cursor else 0)
         if hasattr(self._base.dataset, "set_epoch"):
             self._base.dataset.set_epoch(self._epoch)
-        with _own_numbers(self._cursor.number):
+        with own_numbers(self._cursor.number):
             self._base.generator.manual_seed(self._cursor.number + self._apart)  # the workers' base seed
             if self._stateful is not None:
                 self._base.load_state_dict(copy.deepcopy(self._stateful))
@@ -236,7 +236,7 @@ class Loader:
 # -- a rank's part of a given DataLoader ------------------------------------------------------------------------------
 
 
-def _part(given: DataLoader[Any], cursor: _Cursor, ranks: tuple[int, int]) -> tuple[DataLoader[Any], _Kind]:
+def _part(given: DataLoader[Any], cursor: Cursor, ranks: tuple[int, int]) -> tuple[DataLoader[Any], _Kind]:
     """The DataLoader of one rank's batches of what `given` loads, from the cursor on, and how its place is counted."""
     kept = {name: getattr(given, name) for name in _KEPT}
     kept["generator"] = torch.Generator() if given.generator is None else given.generator
@@ -253,27 +253,27 @@ def _part(given: DataLoader[Any], cursor: _Cursor, ranks: tuple[int, int]) -> tu
 
 
 def _iterable_part(
-    given: DataLoader[Any], kept: dict[str, Any], cursor: _Cursor, ranks: tuple[int, int], stateful: bool
+    given: DataLoader[Any], kept: dict[str, Any], cursor: Cursor, ranks: tuple[int, int], stateful: bool
 ) -> DataLoader[Any]:
     (rank, world), micro = ranks, given.batch_size or 1
     dataset: Any = given.dataset
     if not stateful:  # whose datasets may keep their own place
-        dataset = _Elements(dataset, cursor, 1 if given.drop_last else micro * world)
+        dataset = Elements(dataset, cursor, 1 if given.drop_last else micro * world)
     if world > 1:
         dataset = IterableDatasetShard(dataset, micro, given.drop_last, world, rank)
     return DataLoader(dataset, batch_size=given.batch_size, drop_last=given.drop_last, **kept)
 
 
 def _map_part(
-    given: DataLoader[Any], kept: dict[str, Any], cursor: _Cursor, ranks: tuple[int, int]
+    given: DataLoader[Any], kept: dict[str, Any], cursor: Cursor, ranks: tuple[int, int]
 ) -> tuple[DataLoader[Any], _Kind]:
     (rank, world), dataset, batches = ranks, given.dataset, cast(Any, given.batch_sampler)
     if batches is None:  # what the sampler yields, an index or a list, is the key of a whole batch
         lists = isinstance(given.sampler, BatchSampler)
-        dataset, batches = _Whole(dataset, lists), given.sampler if lists else BatchSampler(given.sampler, 1, False)
+        dataset, batches = Whole(dataset, lists), given.sampler if lists else BatchSampler(given.sampler, 1, False)
     if type(batches) in (BatchSampler, _torchdata("stateful_dataloader.sampler", "BatchSampler")):
         micro, drop_last = batches.batch_size, batches.drop_last
-        order = _Order(_seedable(batches.sampler, cursor.seed), cursor, 1 if drop_last else micro * world)
+        order = Order(_seedable(batches.sampler, cursor.seed), cursor, 1 if drop_last else micro * world)
         ours: Any = BatchSampler(order, micro, drop_last)
         kind = _Kind("samples", micro * world)
     else:
@@ -281,7 +281,7 @@ def _map_part(
     if world > 1:
         ours = BatchSamplerShard(ours, world, rank)
     if kind.name == "batches":  # behind the split, which fills up from the first batches that it sees
-        ours = _Order(ours, cursor, 1)
+        ours = Order(ours, cursor, 1)
     return DataLoader(dataset, batch_sampler=ours, **kept), kind
 
 
@@ -302,135 +302,3 @@ def _torchdata(module: str, name: str) -> type:
 
 class _Never:
     """Nothing is one."""
-
-
-class _Stream(IterableDataset[Any]):
-    """Any iterable as a dataset; it is iterated anew in each epoch."""
-
-    def __init__(self, iterable: Iterable[Any]) -> None:
-        self._iterable = iterable
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterable)
-
-
-class _Whole(Dataset[Any]):
-    """A dataset without automatic batching: its items are batches already, by one key or a list of them."""
-
-    def __init__(self, dataset: Any, of_list: bool) -> None:
-        self._dataset = dataset
-        self._of_list = of_list
-
-    def __getitems__(self, keys: list[Any]) -> Any:
-        return self._dataset[keys if self._of_list else keys[0]]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-
-
-# -- the rest of an order ---------------------------------------------------------------------------------------------
-
-
-class _Cursor:
-    """Where the iteration begins. Shared with workers: persistent ones keep their copy of a dataset over epochs."""
-
-    def __init__(self, seed: int, workers: int) -> None:
-        self.seed = seed
-        numbers = torch.zeros(2, dtype=torch.int64)
-        self._numbers = numbers.share_memory_() if workers else numbers
-
-    def move(self, epoch: int, start: int) -> None:
-        """To `start` in `epoch`."""
-        self._numbers.copy_(torch.tensor([epoch, start]))
-
-    @property
-    def epoch(self) -> int:
-        """The epoch."""
-        return int(self._numbers[0])
-
-    @property
-    def start(self) -> int:
-        """How much of the epoch is left out."""
-        return int(self._numbers[1])
-
-    @property
-    def number(self) -> int:
-        """What the epoch's random numbers are seeded with: as in accelerate's sampler."""
-        return self.seed + self.epoch
-
-
-class _Rest:
-    """What `source` yields from the cursor on, filled up to a multiple; its length is that of a whole epoch."""
-
-    def __init__(self, source: Any, cursor: _Cursor, multiple: int) -> None:
-        self._source = source
-        self._cursor = cursor
-        self._multiple = multiple
-
-    def __iter__(self) -> Iterator[Any]:
-        return _rest(self._source, self._cursor, self._multiple)
-
-    def __len__(self) -> int:
-        return -(-len(self._source) // self._multiple) * self._multiple
-
-
-class _Order(_Rest, Sampler[Any]):
-    """Of a sampler."""
-
-
-class _Elements(_Rest, IterableDataset[Any]):
-    """Of an iterable dataset."""
-
-
-def _rest(source: Any, cursor: _Cursor, multiple: int) -> Iterator[Any]:
-    """What `source` yields from the cursor on, filled up from its beginning to a whole multiple.
-
-    What is read here already (the first `multiple`, and what is skipped) finds random generators of its own epoch. Orders
-    drawn as an iteration begins are therefore alike on all ranks and in resumed runs.
-    """
-    with _own_numbers(cursor.number):
-        _tell_epoch(source, cursor)
-        items = iter(source)
-        opening = list(islice(items, multiple))
-        skipped = max(cursor.start - len(opening), 0)
-        next(islice(items, skipped, skipped), None)
-    return _filled(chain(opening[cursor.start :], items), opening, multiple)
-
-
-def _filled(items: Iterable[Any], opening: list[Any], multiple: int) -> Iterator[Any]:
-    count = 0
-    for item in items:
-        count += 1
-        yield item
-    yield from islice(cycle(opening), -count % multiple)
-
-
-def _tell_epoch(source: Any, cursor: _Cursor) -> None:
-    """Set the epoch, or seed the generator, of `source` and of the samplers that it is made of."""
-    while source is not None:
-        generator = getattr(source, "generator", None)
-        if hasattr(source, "set_epoch"):
-            source.set_epoch(cursor.epoch)
-        elif isinstance(generator, torch.Generator):
-            generator.manual_seed(cursor.number)
-        source = getattr(source, "batch_sampler", getattr(source, "sampler", None))
-
-
-@contextlib.contextmanager
-def _own_numbers(seed: int) -> Iterator[None]:
-    """Within, the global generators of this process are seeded with `seed`; then they are put back."""
-    numpy, python, cpu = sys.modules.get("numpy"), random.getstate(), torch.get_rng_state()
-    arrays = None if numpy is None else numpy.random.get_state()
-    try:
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if numpy is not None:
-            numpy.random.set_state(arrays)

@@ -81,6 +81,17 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raise what `set_random_state` would raise for a state that is damaged, without setting anything."""
+    random.Random().setstate(state["python"])
+    torch.Generator().set_state(state["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and state["numpy"] is not None:
+        numpy.random.RandomState().set_state(state["numpy"])
+    if not isinstance(state["device"], (torch.Tensor, type(None))):
+        raise TypeError("the state of the device's generator is not a tensor")
+
+
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     """Put the generators back to where `random_state` found them."""
     random.setstate(state["python"])

@@ -86,7 +86,7 @@ def _new_folder(output: Path) -> Iterator[tuple[Path, Path]]:
     try:
         yield output, part.path
         _check_free(output)
-        part.commit()
+        part.publish()
     except BaseException:
         part.discard()
         raise

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from zerotrain.errors import CheckpointError
 
 LATEST = "latest"
 LOCK = ".lock"
+PROBE = ".probe-"
+PROBE_SECONDS = 600.0  # after which a file of `saver.probe` is one that a dead job left
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}")
 _STEP = re.compile(r"step-(\d+)")
 _NODE = re.compile(r"(?P<tag>.+)\.node-\d{5}-of-\d{5}")
@@ -65,19 +68,34 @@ class Partial:
     path: Path
     lock: int
 
-    def commit(self) -> Path:
-        """Give it its name, after its contents were flushed. What had that name before is replaced."""
+    def publish(self, tag: str | None = None) -> Path:
+        """Give it its name, in the place of what had it before, and have `latest` name `tag`, if given.
+
+        An OSError on the way puts everything back as it was; after that, nothing fails any more.
+        """
         final, old = self.root / self.name, _hidden(self.root, self.name, "old")
         sync(self.path)
         replaced = final.exists()
         if replaced:
             final.rename(old)
-        self.path.rename(final)
-        sync(self.root)
-        self._unlock()
-        (final / LOCK).unlink()
-        if replaced:
-            shutil.rmtree(old)
+        try:
+            self.path.rename(final)
+            try:
+                sync(self.root)
+                if tag is not None:
+                    point_latest(self.root, tag)
+            except OSError:
+                final.rename(self.path)
+                raise
+        except OSError:
+            if replaced:
+                old.rename(final)
+            raise
+        with contextlib.suppress(OSError):  # what is left is removed by the next save
+            self._unlock()
+            (final / LOCK).unlink()
+            if replaced:
+                shutil.rmtree(old)
         return final
 
     def discard(self) -> None:
@@ -95,7 +113,11 @@ def begin(root: Path, name: str) -> Partial:
     """An empty, locked folder under `root` that will be called `name`."""
     path = _hidden(root, name, "part")
     path.mkdir(parents=True)
-    lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    try:
+        lock = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        path.rmdir()
+        raise
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return Partial(root, name, path, lock)
@@ -104,10 +126,12 @@ def begin(root: Path, name: str) -> Partial:
 def point_latest(root: Path, tag: str) -> None:
     """Have `latest` name `tag`."""
     write_file(root / LATEST, f"{tag}\n".encode())
+    with contextlib.suppress(OSError):  # it does name the tag now, and its contents are on disk
+        sync(root)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there with all its contents or not at all, and on disk on return."""
+    """Write a small file so that it is there with all its contents or not at all. The caller flushes the folder."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with part.open("xb") as file:
@@ -118,7 +142,6 @@ def write_file(path: Path, data: bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync(path.parent)
 
 
 def sync(folder: Path) -> None:
@@ -138,13 +161,22 @@ def recover(root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Put right what a dead job left: recover, and remove parts that nobody writes any more."""
+    """Put right what a dead job left: recover, and remove parts that nobody writes any more. What resists stays."""
     recover(root)
-    for path in root.glob(f".{LATEST}.*"):
-        path.unlink(missing_ok=True)
+    for path in (*root.glob(f".{LATEST}.*"), *root.glob(f"{PROBE}*"), *root.glob(f"*/{LOCK}")):
+        with contextlib.suppress(OSError):
+            if _is_left(path):
+                path.unlink()
     for path, _, kind in _leftovers(root):
         if kind != "part" or not _locked(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether a small file is a dead job's: an old probe, the lock of a checkpoint that is complete, a temporary name."""
+    if path.name.startswith(PROBE):
+        return path.stat().st_mtime < time.time() - PROBE_SECONDS
+    return path.name != LOCK or not (path.parent.name.startswith(".") or _locked(path.parent))
 
 
 def prune(root: Path, keep_last: int | None, keep_every: int | None, newest: str) -> None:

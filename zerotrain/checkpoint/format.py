@@ -147,6 +147,8 @@ def _entry(path: Path, key: str, entry: Any) -> tuple[TensorInfo, int]:
         dtype, shape, (start, stop) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{path}: the header's entry of tensor '{key}' is damaged: {str(entry)[:200]}") from None
+    if not isinstance(shape, list):
+        raise CheckpointError(f"{path}: the header gives tensor '{key}' the shape {str(shape)[:80]}")
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in [*shape, start, stop])
     if not whole or stop - start != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(

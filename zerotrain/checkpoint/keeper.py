@@ -16,6 +16,8 @@ from zerotrain.errors import CheckpointError
 from zerotrain.job import Job
 from zerotrain.zero.loss_scale import LossScale
 
+_COUNTS = ("step", "skipped_steps", "samples", "tokens")
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -50,7 +52,7 @@ class Keeper:
         self._job.model.adopt_edits()
         changed_buffers = self._job.buffers.changed() if micro_steps else 0
         random, data = self.boundary.recall(micro_steps, changed_buffers)
-        counts = {key: value for key, value in asdict(progress).items() if key != "loss_scale"}
+        counts = {key: getattr(progress, key) for key in _COUNTS}
         moment = Moment(counts, asdict(progress.loss_scale), random, data, client)
         return self.saver.save(self.folder(root), tag_of(progress.step) if tag is None else tag, moment)
 
@@ -65,19 +67,18 @@ class Keeper:
         if options.verify is None:
             options = replace(options, verify=self._job.config.checkpoint.verify)
         prepared = loader.prepare(self._job, self.folder(root), tag, options)
+        manifest, client_state = prepared.manifest, None
+        if manifest is not None:
+            client_state = manifest.section("client_state")
+            if not options.weights_only:
+                counts = {key: manifest.section("progress")[key] for key in _COUNTS}
+                now = Progress(**counts, loss_scale=now.loss_scale.resumed(manifest.section("loss_scale")))
         forget()
         self._half_loaded = True
         loader.fill(self._job, prepared)
         self._half_loaded = False
         self.boundary.mark()
-        manifest = prepared.manifest
-        if manifest is None:
-            return Loaded(prepared.source.path, None), now
-        if not options.weights_only:
-            now = Progress(
-                **manifest.section("progress"), loss_scale=now.loss_scale.resumed(manifest.section("loss_scale"))
-            )
-        return Loaded(prepared.source.path, manifest.section("client_state")), now
+        return Loaded(prepared.source.path, client_state), now
 
     def folder(self, root: str | Path | None) -> Path:
         """`root`, or the config's; CheckpointError where neither says."""

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field
 
 from zerotrain.checkpoint.format import DTYPES, MANIFEST, VERSION, StoredTensor, file_name
 from zerotrain.checkpoint.plain import decode
@@ -38,7 +39,7 @@ class Manifest:
         """A section of the state, decoded; None where the checkpoint has none."""
         try:
             return decode(self.state.get(name))
-        except CheckpointError as error:
+        except (CheckpointError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: {name}: {error}") from error
 
     @property
@@ -99,17 +100,72 @@ def load(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} does not have the checksum that it was written with: it was changed or damaged"
             )
+        checked = _Sections.model_validate({name: body[name] for name in (*SECTIONS, "files", "part", "parts")})
         return Manifest(
             model={key: _load_tensor(key, entry, path) for key, entry in body["model"].items()},
             optimizer={key: _load_tensor(key, entry, path) for key, entry in body["optimizer"].items()},
-            files={file_name(name, str(path)): dict(about) for name, about in body["files"].items()},
+            files={file_name(name, str(path)): about for name, about in body["files"].items()},
             state={name: body[name] for name in SECTIONS},
-            part=int(body["part"]),
-            parts=int(body["parts"]),
+            part=checked.part,
+            parts=checked.parts,
             path=path,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest of zerotrain: {type(error).__name__}: {error}") from error
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class _Progress(_Section):
+    step: Annotated[int, Field(ge=0)]
+    skipped_steps: int
+    samples: int
+    tokens: float | int
+
+
+class _LossScale(_Section):
+    scale: float
+    dynamic: bool
+    good_steps: int
+    tolerance: int
+
+
+class _Group(_Section):
+    settings: dict[str, Any]
+    params: list[str]
+
+
+class _Scheduler(_Section):
+    class_: Annotated[str, Field(alias="class")]
+    state: dict[str, Any]
+
+
+class _File(_Section):
+    bytes: Annotated[int, Field(ge=0)]
+    checksum: str | None = None
+
+
+class _Sections(_Section):
+    """What the sections must look like, as far as a load relies on it."""
+
+    progress: _Progress
+    topology: dict[str, int]
+    config: dict[str, Any]
+    host: str
+    tied: dict[str, str]
+    extra: dict[str, Any]
+    class_: Annotated[str | None, Field(alias="class")]
+    groups: list[_Group]
+    scalars: dict[str, dict[str, Any]]
+    scheduler: _Scheduler | None
+    loss_scale: _LossScale
+    random: list[Any]
+    data: list[Any]
+    files: dict[str, _File]
+    part: Annotated[int, Field(ge=0)]
+    parts: Annotated[int, Field(ge=1)]
 
 
 def checksum(data: bytes) -> str:

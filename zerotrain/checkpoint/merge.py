@@ -41,12 +41,10 @@ def merge(directories: Sequence[str | Path], output: str | Path, tag: str | None
             _copy(checkpoint, part.path)
             folders.write_file(part.path / MANIFEST, manifests.dump(merged))
             folders.check(part.path)
-            final = part.commit()
+            return part.publish(name)
         except BaseException:
             part.discard()
             raise
-    folders.point_latest(root, name)
-    return final
 
 
 def _node_folders(directory: Path, tag: str | None) -> list[Path]:

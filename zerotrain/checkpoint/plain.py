@@ -61,7 +61,7 @@ def decode(value: Any) -> Any:
                 raise CheckpointError(f"{tag!r} is not a kind of value that this release knows")
             try:
                 return _DECODERS[tag](content)
-            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
                 raise CheckpointError(f"a value of kind {tag!r} is damaged: {error}") from error
     return {key: decode(item) for key, item in value.items()}
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zerotrain import runtime
-from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.checkpoint.manifest import SECTIONS, Manifest
 from zerotrain.checkpoint.match import Match, match_names
 from zerotrain.checkpoint.source import MASTER, Source, TensorInfo, state_key
 from zerotrain.checkpoint.states import canonical, module_buffers, tied_names
@@ -241,12 +241,17 @@ def restore_run(job: Job, manifest: Manifest, plan: Plan) -> None:
 
 
 def check_run(job: Job, manifest: Manifest) -> None:
-    """CheckpointError for a place in the data that the job's loader cannot go to."""
+    """CheckpointError for a place in the data that the job's loader cannot go to, and for sections that do not decode."""
+    for name in SECTIONS:
+        manifest.section(name)
     place = of_rank(manifest.section("data") or [], job.mesh.rank)
+    states = of_rank(manifest.section("random") or [], job.mesh.rank)
     try:
+        if states is not None:
+            runtime.check_random_state(states)
         if place is not None and job.loader is not None:
             job.loader.check_state_dict(place)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{manifest.path}: {error}") from error
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from zerotrain import runtime
 from zerotrain.checkpoint import states, writer
 from zerotrain.checkpoint.companions import companion_files
-from zerotrain.checkpoint.folders import check_tag, write_file
+from zerotrain.checkpoint.folders import PROBE, check_tag
 from zerotrain.checkpoint.plain import encode
 from zerotrain.checkpoint.restore import optimizer_class
 from zerotrain.checkpoint.states import Recorded, Run
@@ -253,17 +255,18 @@ class Saver:
 def probe(root: Path, rank: int, exchange: Callable[[Any, str], list[Any]]) -> tuple[int, ...]:
     """For every rank, the first whose file it sees in its folder `root`. Every rank must call this."""
     nonce = exchange(secrets.token_hex(6), "probe for a shared file system")[0]
-    mine = root / f".probe-{nonce}-{rank}"
+    mine = root / f"{PROBE}{nonce}-{rank}"
     error = None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        write_file(mine, b"")
+        mine.touch()
     except OSError as raised:
         error = str(raised)
     errors = exchange(error, "probe written")
-    seen = [other for other in range(len(errors)) if (root / f".probe-{nonce}-{other}").exists()]
+    seen = [other for other in range(len(errors)) if os.path.exists(root / f"{PROBE}{nonce}-{other}")]
     leaders = exchange(min(seen, default=rank), "probe read")
-    mine.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        mine.unlink()
     for other, text in enumerate(errors):
         if text is not None:
             raise CheckpointError(f"rank {other} cannot write checkpoints into {root}: {text}")

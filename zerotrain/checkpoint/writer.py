@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from zerotrain.checkpoint.source import TensorInfo
 from zerotrain.checkpoint.states import Run
 from zerotrain.errors import CheckpointError
 
+logger = logging.getLogger("zerotrain")
 BLOCK = 8 << 20
 """Bytes hashed and written at a time: a block is still in the cache when it is copied to the page cache."""
 
@@ -251,9 +253,11 @@ def _seal(
         if size != about["bytes"]:
             raise CheckpointError(f"{part.path / name} has {size} bytes after it was written, not {about['bytes']}")
     folders.write_file(part.path / MANIFEST, manifest.dump(made))
-    part.commit()
-    folders.point_latest(plan.root, plan.tag)
-    folders.prune(plan.root, *plan.keep, newest=plan.tag)
+    part.publish(plan.tag)
+    try:
+        folders.prune(plan.root, *plan.keep, newest=plan.tag)
+    except OSError as error:  # the checkpoint stands
+        logger.warning("old checkpoints in %s could not be removed: %s", plan.root, error)
 
 
 def _index(files: Sequence[FilePlan]) -> dict[str, bytes]:
