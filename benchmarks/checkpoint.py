@@ -171,7 +171,8 @@ def two_ranks(rank: int, options: argparse.Namespace, root: Path) -> dict[str, A
         name: {"save": [], "stall": [], "beside": [], "load": [], "peak": []} for name in ways
     }
     for turn in range(1 + options.rounds):
-        for name, way in ways.items():
+        order = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]  # nobody always comes after the same one
+        for name, way in ((name, ways[name]) for name in order):
             folder, stall, peak = root / name.replace(" ", "-"), 0.0, 0.0
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
