@@ -436,6 +436,61 @@ def test_buffers_and_extra_state(tmp_path: Path) -> None:
     run(2, body)
 
 
+class OddShapes(nn.Module):
+    """Parameters and buffers of every awkward shape and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.scalar, self.one = (nn.Parameter(torch.randn(shape)) for shape in ((0, 3), (), (1,)))
+        self.weight, self.wide = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.whole = nn.Parameter(torch.randint(0, 5, (4,)), requires_grad=False)
+        self.mask = nn.Parameter(torch.rand(7) > 0.5, requires_grad=False)
+        buffers = {"flag": torch.tensor(True), "nothing": torch.zeros(0), "short": torch.randn(3).half()}
+        for name, value in {**buffers, "turn": torch.randn(3, dtype=torch.complex64)}.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x @ self.weight.T) * self.scalar * self.one
+        return y.square().sum() + self.wide.square().sum().float()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_awkward_shapes_and_dtypes(tmp_path: Path, stage: int, world: int) -> None:
+    def made(seed: int, stage: int) -> Any:
+        torch.manual_seed(seed)
+        model = OddShapes()
+        return engine_of(model, adamw(p for p in model.parameters() if p.requires_grad), stage)
+
+    def go(engine: Any) -> list[float]:
+        losses = []
+        for _ in range(2):
+            engine.backward(engine(torch.full((2, 3), 1.0 + engine.rank)))
+            engine.step()
+            losses.append(engine.metrics["loss"])
+        return losses
+
+    def values(engine: Any) -> dict[str, Tensor]:
+        with zerotrain.gathered(engine.module):
+            return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+    def body(rank: int) -> None:
+        first, second = made(1, stage), made(2, (stage + 1) % 4)
+        go(first)
+        first.save_checkpoint(tmp_path)
+        want = values(first)
+        text = logged(second, tmp_path, verify=True)
+        assert text == "", "nothing is worth a remark"
+        got = values(second)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name].dtype == value.dtype
+            assert torch.equal(got[name], value), name
+        assert go(second) == pytest.approx(go(first), rel=1e-5)
+
+    run(world, body)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tied_models_and_untied_ones_load_each_others(tmp_path: Path, stage: int) -> None:
     def body(rank: int) -> None:

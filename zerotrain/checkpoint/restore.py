@@ -103,7 +103,7 @@ def _plan_states(plan: Plan, optimizer: ShardedOptimizer, source: Source) -> Non
             raise CheckpointError(f"{source.path}: state '{wrong[0]}' of '{there}' does not have the parameter's shape")
         plan.states[parameter] = states
         plan.scalars[parameter] = dict(source.scalars.get(there, {}))
-        if not states and not plan.scalars[parameter]:
+        if not states and not plan.scalars[parameter] and parameter.numel():
             fresh.append(name)
     if fresh:
         plan.remarks.append(
