@@ -20,6 +20,7 @@ from harness import run
 from models import Regression, vector_batch
 from oracle import full_weights
 from scenario import engine_for
+from zerotrain import runtime
 from zerotrain.checkpoint import folders, manifest
 from zerotrain.checkpoint.reader import Checkpoint, open_source
 
@@ -96,6 +97,20 @@ def test_verify_is_on_where_another_machine_wrote(root: Path) -> None:
     elsewhere = manifest.Manifest(made.model, made.optimizer, made.files, {**made.state, "host": "another machine"})
     (root / TAG / "manifest.json").write_bytes(manifest.dump(elsewhere))
     refused(root, "is damaged in")
+
+
+def test_ranks_on_several_machines_agree_whether_to_verify(tmp_path: Path) -> None:
+    """One job on two nodes saves, and loads again: only rank 0's node is the one that the checkpoint names."""
+
+    def body(rank: int, name: str) -> float:
+        runtime.machine = lambda: f"{name}{rank}"
+        engine = engine_of()
+        if not (tmp_path / "latest").exists():
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        return step(engine)
+
+    assert run(2, lambda rank: body(rank, "node")) == run(2, lambda rank: body(rank, "other node"))
 
 
 @pytest.mark.parametrize("pattern", ["model-*.safetensors", "optimizer-*.safetensors"])

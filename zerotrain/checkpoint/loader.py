@@ -68,18 +68,21 @@ def prepare(job: Job, path: Path, tag: str | None, options: Options) -> Prepared
     team.agree(lambda: _recover(path) if job.mesh.rank == 0 else None, f"looking at {path}")
     prepared: Prepared | None = None
 
-    def open_and_tell() -> str:
+    def open_and_tell() -> tuple[str, bool]:
         nonlocal prepared
         prepared = look()
-        return str(prepared.manifest.state["progress"] if prepared.manifest else prepared.source.path.name)
+        manifest = prepared.manifest
+        what = str(manifest.state["progress"] if manifest is not None else prepared.source.path.name)
+        return what, manifest is not None and manifest.state["host"] != runtime.machine()
 
     told = team.agree(open_and_tell, f"opening {path}")
     assert prepared is not None
-    if len(set(told)) > 1:
-        raise CheckpointError(f"the ranks see different checkpoints in {path}: {', '.join(dict.fromkeys(told))}")
+    seen = dict.fromkeys(what for what, _ in told)
+    if len(seen) > 1:
+        raise CheckpointError(f"the ranks see different checkpoints in {path}: {', '.join(seen)}")
     source, manifest = prepared.source, prepared.manifest
     if isinstance(source, Checkpoint) and manifest is not None:
-        foreign = manifest.state["host"] != runtime.machine()
+        foreign = told[0][1]  # a save names rank 0's machine, so rank 0 compares, for all
         if foreign if options.verify is None else options.verify:
             whole = manifest.parts == 1
             share = (job.mesh.rank, job.mesh.world_size) if whole else (0, 1)
