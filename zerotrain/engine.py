@@ -403,7 +403,7 @@ class Engine:
         not be written in the background and nobody was told yet.
         """
         try:
-            self._keeper.saver.close()
+            self._keeper.close()
         finally:
             self._job.close()
 

@@ -26,12 +26,13 @@ from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.errors import CheckpointError
 
 LATEST = "latest"
-LOCK = ".lock"
+LOCK = ".zerotrain-lock"
 PROBE = ".probe-"
 PROBE_SECONDS = 600.0  # after which a file of `saver.probe` is one that a dead job left
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}")
 _STEP = re.compile(r"step-(\d+)")
 _NODE = re.compile(r"(?P<tag>.+)\.node-\d{5}-of-\d{5}")
+_TEMPORARY = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}")
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>part|old|gone)-[0-9a-f]+")
 
 
@@ -110,7 +111,13 @@ class Partial:
 
 
 def begin(root: Path, name: str) -> Partial:
-    """An empty, locked folder under `root` that will be called `name`."""
+    """An empty, locked folder under `root` that will be called `name`.
+
+    CheckpointError where something has that name that is no checkpoint, and would be lost.
+    """
+    final = root / name
+    if final.is_symlink() or (final.exists() and not (final / MANIFEST).is_file() and not _is_empty(final)):
+        raise CheckpointError(f"{final} is there and is not a checkpoint; choose another tag, or remove it")
     path = _hidden(root, name, "part")
     path.mkdir(parents=True)
     try:
@@ -172,11 +179,17 @@ def clean(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and next(path.iterdir(), None) is None
+
+
 def _is_left(path: Path) -> bool:
     """Whether a small file is a dead job's: an old probe, the lock of a checkpoint that is complete, a temporary name."""
     if path.name.startswith(PROBE):
         return path.stat().st_mtime < time.time() - PROBE_SECONDS
-    return path.name != LOCK or not (path.parent.name.startswith(".") or _locked(path.parent))
+    if path.name == LOCK:
+        return (path.parent / MANIFEST).is_file() and not path.parent.name.startswith(".") and not _locked(path.parent)
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def prune(root: Path, keep_last: int | None, keep_every: int | None, newest: str) -> None:

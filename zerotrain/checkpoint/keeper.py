@@ -38,6 +38,7 @@ class Keeper:
         self.saver = Saver(job)
         self.boundary = Boundary(job.loader, job.device)
         self._half_loaded = False
+        self._closed = False
 
     def check(self) -> None:
         """CheckpointError after a load that failed half-way."""
@@ -48,12 +49,14 @@ class Keeper:
 
     def save(self, root: str | Path | None, tag: str | None, progress: Progress, micro_steps: int, client: Any) -> Path:
         """Write a checkpoint, `micro_steps` micro batches into a window."""
+        self._settle()
         self.check()
-        self._job.model.adopt_edits()
-        changed_buffers = self._job.buffers.changed() if micro_steps else 0
-        random, data = self.boundary.recall(micro_steps, changed_buffers)
+
+        def recall() -> tuple[Any, Any]:
+            return self.boundary.recall(micro_steps, self._job.buffers.changed() if micro_steps else 0)
+
         counts = {key: getattr(progress, key) for key in _COUNTS}
-        moment = Moment(counts, asdict(progress.loss_scale), random, data, client)
+        moment = Moment(counts, asdict(progress.loss_scale), recall, client)
         return self.saver.save(self.folder(root), tag_of(progress.step) if tag is None else tag, moment)
 
     def load(
@@ -63,6 +66,7 @@ class Keeper:
 
         Returns how far training has come then: `now`, where only weights are loaded.
         """
+        self._settle()
         self.saver.wait()
         if options.verify is None:
             options = replace(options, verify=self._job.config.checkpoint.verify)
@@ -79,6 +83,19 @@ class Keeper:
         self._half_loaded = False
         self.boundary.mark()
         return Loaded(prepared.source.path, client_state), now
+
+    def close(self) -> None:
+        """Finish the save under way; its error, if any, comes out here. Nothing can be saved or loaded any more."""
+        self._closed = True
+        self.saver.close()
+
+    def _settle(self) -> None:
+        """Take over what was done to the model and the optimizer since the last step: edits, thawed parameters, groups."""
+        if self._closed:
+            raise CheckpointError("this engine is closed: it has no states to save, and takes none")
+        self._job.model.check_parameters()
+        if self._job.sharded_optimizer is not None:
+            self._job.sharded_optimizer.adopt_groups()
 
     def folder(self, root: str | Path | None) -> Path:
         """`root`, or the config's; CheckpointError where neither says."""

@@ -96,6 +96,8 @@ def fill(job: Job, prepared: Prepared) -> None:
 
     def read() -> None:
         restore.carry_out(plan, job, source)
+        if manifest is not None:
+            restore.restore_extra(job, manifest, plan)
         if manifest is not None and not prepared.options.weights_only:
             restore.restore_run(job, manifest, plan)
 

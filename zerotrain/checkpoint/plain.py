@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,6 +68,8 @@ def decode(value: Any) -> Any:
 
 
 def _encode_dict(value: Mapping[Any, Any], where: str) -> Any:
+    if isinstance(value, Counter):  # torch's MultiStepLR has one
+        return {"$counter": [[encode(key, f"a key of {where}"), int(count)] for key, count in value.items()]}
     plain = all(isinstance(key, str) for key in value) and not (len(value) == 1 and next(iter(value)).startswith("$"))
     if plain:
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
@@ -108,6 +111,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": lambda items: tuple(decode(item) for item in items),
     "$dict": lambda pairs: {decode(key): decode(item) for key, item in pairs},
+    "$counter": lambda pairs: Counter({decode(key): int(count) for key, count in pairs}),
     "$dtype": dtype_named,
     "$tensor": _unpack,
     "$array": lambda packed: _unpack(packed).numpy(),

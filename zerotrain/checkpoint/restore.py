@@ -17,7 +17,7 @@ from zerotrain import runtime
 from zerotrain.checkpoint.manifest import SECTIONS, Manifest
 from zerotrain.checkpoint.match import Match, match_names
 from zerotrain.checkpoint.source import MASTER, Source, TensorInfo, state_key
-from zerotrain.checkpoint.states import canonical, module_buffers, tied_names
+from zerotrain.checkpoint.states import canonical, canonical_path, module_buffers, tied_names
 from zerotrain.errors import CheckpointError
 from zerotrain.job import Job
 from zerotrain.zero.optimizer import ShardedOptimizer
@@ -69,7 +69,7 @@ def plan_load(job: Job, source: Source, manifest: Manifest | None, strict: bool,
     elif saved_class is None:
         plan.remarks.append("there is no optimizer state in it: the optimizer starts fresh")
     if manifest is not None:
-        _plan_groups(plan, job.sharded_optimizer, manifest, strict)
+        _plan_groups(plan, job.sharded_optimizer, source, manifest, strict)
     return plan
 
 
@@ -111,14 +111,14 @@ def _plan_states(plan: Plan, optimizer: ShardedOptimizer, source: Source) -> Non
         )
 
 
-def _plan_groups(plan: Plan, optimizer: ShardedOptimizer, manifest: Manifest, strict: bool) -> None:
+def _plan_groups(plan: Plan, optimizer: ShardedOptimizer, source: Source, manifest: Manifest, strict: bool) -> None:
     """Each param group takes the settings of the saved group that its parameters were in."""
     saved = manifest.section("groups") or []
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    trained = set()
+    trained: set[str] = set()
     for index, members in enumerate(optimizer.members):
         names = [plan.match.names.get(canonical(_name(optimizer, p)), "") for p in members]
-        trained.update(names)
+        trained.update(name for name, p in zip(names, members, strict=True) if p.requires_grad)
         origins = sorted({group_of[name] for name in names if name in group_of})
         settings = [{k: v for k, v in saved[o]["settings"].items() if k not in _OF_THE_RUN} for o in origins]
         if settings and any(other != settings[0] for other in settings):
@@ -130,7 +130,8 @@ def _plan_groups(plan: Plan, optimizer: ShardedOptimizer, manifest: Manifest, st
             plan.remarks.append(f"{text}: it keeps its own")
             settings = []
         plan.groups.append(settings[0] if settings else None)
-    dropped = [name for name in group_of if name not in trained]
+    held = {*source.scalars, *(key.rpartition("/")[0] for key in source.states)}
+    dropped = [name for name in group_of if name in held and name not in trained]
     if dropped:
         plan.remarks.append(
             f"{len(dropped)} parameters are not trained any more ({dropped[0]}, ...): their state is dropped"
@@ -221,23 +222,45 @@ def _restore_groups(plan: Plan, job: Job) -> None:
 
 
 def restore_run(job: Job, manifest: Manifest, plan: Plan) -> None:
-    """Scheduler, extra state of modules, place in the data, and, last of all, the RNG states of this rank."""
+    """Scheduler, place in the data, and, last of all, the RNG states of this rank."""
     _restore_groups(plan, job)
     scheduler, saved = job.lr_scheduler, manifest.section("scheduler")
     if saved is not None and hasattr(scheduler, "load_state_dict") and type(scheduler).__name__ == saved["class"]:
         scheduler.load_state_dict(saved["state"])
+        _follow(scheduler, job, plan)
     elif saved is not None or hasattr(scheduler, "load_state_dict"):
         plan.remarks.append(
             f"the scheduler was {saved['class'] if saved else None} and is {type(scheduler).__name__}: it is left as it is"
         )
-    modules = dict(job.module.named_modules())
-    for path, state in (manifest.section("extra") or {}).items():
-        if path in modules:
-            modules[path].set_extra_state(state)
     place = of_rank(manifest.section("data") or [], job.mesh.rank)
     if place is not None and job.loader is not None:
         job.loader.load_state_dict(place)
     _restore_random(job, manifest)
+
+
+def _follow(scheduler: Any, job: Job, plan: Plan) -> None:
+    """Groups that did not take over their settings have at least the learning rates that the scheduler goes on from."""
+    groups, rates = job.optimizer.param_groups if job.optimizer is not None else [], getattr(scheduler, "_last_lr", [])
+    base = getattr(scheduler, "base_lrs", rates)
+    if len(groups) != len(rates) or len(base) != len(rates):
+        return
+    for index, group in enumerate(groups):
+        if index >= len(plan.groups) or plan.groups[index] is None:
+            group["initial_lr"] = base[index]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].copy_(torch.as_tensor(rates[index]))
+            else:
+                group["lr"] = rates[index]
+
+
+def restore_extra(job: Job, manifest: Manifest, plan: Plan) -> None:
+    """The extra state of modules, which belongs to the model."""
+    modules = {canonical_path(path): module for path, module in job.module.named_modules()}
+    for path, state in (manifest.section("extra") or {}).items():
+        if path in modules:
+            modules[path].set_extra_state(state)
+        else:
+            plan.remarks.append(f"there is no module '{path}' to take over extra state")
 
 
 def check_run(job: Job, manifest: Manifest) -> None:

@@ -38,10 +38,8 @@ class Moment:
     progress: dict[str, Any]
     """Step, skipped steps, samples and tokens seen."""
     loss_scale: dict[str, Any]
-    random: Any
-    """This rank's RNG states, encoded."""
-    data: Any
-    """This rank's place in the data, encoded; None without a loader."""
+    recall: Callable[[], tuple[Any, Any]]
+    """This rank's RNG states and place in the data, encoded; raises where there is no way back to them."""
     client_state: Any
 
 
@@ -66,6 +64,7 @@ class Saver:
         config, job = self._job.config.checkpoint, self._job
         self._take_turn(config.if_busy)
         everyone, small_files = self._agree(tag, moment)
+        job.buffers.synchronise()  # each rank writes a part of them: they must be alike
         team = Team(self._exchange(config.async_), job.mesh.rank, self._who_leads(root))
         plan, content = self._plan(root, tag, everyone), self._content(small_files, everyone)
         if not config.async_:
@@ -95,12 +94,13 @@ class Saver:
         def mine() -> dict[str, Any]:
             self.raise_failure()
             small_files.update(companion_files(self._job.module))
+            random, data = moment.recall()
             return {
                 "tag": check_tag(tag),
                 "step": moment.progress["step"],
                 "records": {} if optimizer is None else states.recorded_here(optimizer),
-                "random": moment.random,
-                "data": moment.data,
+                "random": random,
+                "data": data,
                 "state": self._state(moment) if self._job.mesh.rank == 0 else None,
             }
 

@@ -32,6 +32,11 @@ def canonical(name: str) -> str:
     return name
 
 
+def canonical_path(path: str) -> str:
+    """A module's path without those marks."""
+    return canonical(f"{path}.").rstrip(".")
+
+
 @dataclass(frozen=True)
 class Run:
     """Elements `[start, start + tensor.numel())` of the flattened whole tensor `key`, held in the 1-d `tensor`."""
@@ -126,7 +131,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 def extra_state(module: nn.Module) -> dict[str, Any]:
     """What modules keep through `get_extra_state`, by module path, encoded."""
     return {
-        path: encode(owner.get_extra_state(), f"the extra state of module '{path}'")
+        canonical_path(path): encode(owner.get_extra_state(), f"the extra state of module '{path}'")
         for path, owner in module.named_modules()
         if type(owner).get_extra_state is not nn.Module.get_extra_state
     }

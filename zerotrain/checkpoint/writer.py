@@ -39,7 +39,7 @@ from zerotrain.checkpoint.format import (
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.checkpoint.source import TensorInfo
 from zerotrain.checkpoint.states import Run
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, ZerotrainError
 
 logger = logging.getLogger("zerotrain")
 BLOCK = 8 << 20
@@ -95,7 +95,7 @@ class Team:
     def agree(self, step: Callable[[], Any], label: str) -> list[Any]:
         """Run this rank's part of a step, and return what every rank's part returned.
 
-        Raises this rank's own error, or a CheckpointError with that of the first rank that had one. On every rank.
+        Raises this rank's own error (as a CheckpointError), or one with that of the first rank that had one. On every rank.
         """
         error: Exception | None = None
         value: Any = None
@@ -105,8 +105,10 @@ class Team:
             error = raised
         told = None if error is None else f"{type(error).__name__}: {error}"
         outcomes: list[tuple[str | None, Any]] = self.exchange((told, value), label)
-        if error is not None:
+        if isinstance(error, ZerotrainError):
             raise error
+        if error is not None:
+            raise CheckpointError(f"{label} failed: {told}") from error
         for rank, (text, _) in enumerate(outcomes):
             if text is not None:
                 raise CheckpointError(f"rank {rank} failed in {label}: {text}")

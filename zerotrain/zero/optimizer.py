@@ -143,7 +143,7 @@ class ShardedOptimizer:
         for fragment in buffer.layout.fragments(buffer.index):
             parameter = by_name[fragment.name]
             group = self._group_of.get(parameter)
-            key = None if group is None else (group, _signature(states.get(parameter, {})))
+            key = None if group is None else (group, _signature(states.get(parameter, {}), parameter.shape))
             if run and (key != previous or fragment.offset in breaks):
                 yield previous[0] if previous else 0, tuple(run)
                 run = []
@@ -302,13 +302,13 @@ def is_per_element(key: str, value: Any, segment: Segment) -> bool:
     return isinstance(value, torch.Tensor) and key not in _PER_TENSOR and value.shape == segment.tensor.shape
 
 
-def _signature(state: dict[str, Any]) -> tuple[Any, ...]:
-    """What neighbours must have in common to be stepped as one: the kinds of state, and the values of scalars."""
+def _signature(state: dict[str, Any], shape: torch.Size) -> tuple[Any, ...]:
+    """What neighbours must have in common to be stepped as one: the kinds of state, and the values of all others."""
 
-    def scalar(value: Any) -> Any:
-        return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)
+    def described(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return repr(value)
+        per_element = key not in _PER_TENSOR and value.shape == shape
+        return value.dtype, None if per_element else tuple(value.reshape(-1).tolist())
 
-    return tuple(
-        (key, value.dtype if isinstance(value, torch.Tensor) and key not in _PER_TENSOR else scalar(value))
-        for key, value in sorted(state.items())
-    )
+    return tuple((key, described(key, value)) for key, value in sorted(state.items()))
