@@ -130,6 +130,7 @@ class Loader:
         self._epoch = 0
         self._place = 0  # in units of the kind, within the epoch
         self._start = 0  # where the next iteration begins
+        self._moved = 0  # how often a place was loaded: iterations under way end then
         self._turn: object | None = None  # the iteration that moves the place
         self._begun = False  # whether torchdata's loader knows the place
         self._stateful: Any = None  # its state otherwise; None: a whole epoch
@@ -161,7 +162,10 @@ class Loader:
         return self._hand_out(batches, self._turn)
 
     def _hand_out(self, batches: Iterator[Any], turn: object) -> Iterator[Any]:
+        moved = self._moved
         for batch in batches:
+            if moved != self._moved:  # to another place, which a new iteration begins at
+                return
             self._since_mark += 1
             if turn is self._turn:
                 self._place += self._kind.unit
@@ -199,6 +203,7 @@ class Loader:
         """
         self.check_state_dict(state)
         self._move(int(state["epoch"]), int(state[self._kind.counted]), state.get("stateful"))
+        self._moved += 1
         self.mark()
 
     def check_state_dict(self, state: dict[str, Any]) -> None:

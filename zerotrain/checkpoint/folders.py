@@ -249,9 +249,13 @@ def tags(root: Path) -> list[str]:
 def folders_of(root: Path, tag: str) -> list[Path]:
     """Where checkpoint `tag` lies: one folder, or those that nodes wrote and that are here; CheckpointError for none."""
     whole = root / check_tag(tag)
+    nodes = [path for path in root.glob(f"{tag}.node-*") if _NODE.fullmatch(path.name) and path.is_dir()]
+    if whole.is_dir() and nodes and manifests.load(whole).state != manifests.load(sorted(nodes)[0]).state:
+        raise CheckpointError(
+            f"{whole} and {nodes[0]} are there, of different saves: remove the older, or load it by its path"
+        )
     if whole.is_dir():
         return [whole]
-    nodes = [path for path in root.glob(f"{tag}.node-*") if _NODE.fullmatch(path.name) and path.is_dir()]
     if not nodes:
         known = ", ".join(tags(root)) if root.is_dir() else ""
         raise CheckpointError(

@@ -93,6 +93,11 @@ class Keeper:
         """Take over what was done to the model and the optimizer since the last step: edits, thawed parameters, groups."""
         if self._closed:
             raise CheckpointError("this engine is closed: it has no states to save, and takes none")
+        held = next((unit.name for unit in self._job.model.units if unit.running), None)
+        if held is not None:
+            raise CheckpointError(
+                f"unit '{held}' is in use: save and load outside of gathered(...) and of the forward pass"
+            )
         self._job.model.check_parameters()
         if self._job.sharded_optimizer is not None:
             self._job.sharded_optimizer.adopt_groups()
@@ -102,4 +107,4 @@ class Keeper:
         chosen = self._job.config.checkpoint.directory if root is None else root
         if chosen is None:
             raise CheckpointError("where? Give a directory, or set checkpoint.directory in the config")
-        return Path(chosen)
+        return Path(chosen).absolute()  # a thread may write there when the program has changed its folder

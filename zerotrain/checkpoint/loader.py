@@ -63,6 +63,8 @@ def prepare(job: Job, path: Path, tag: str | None, options: Options) -> Prepared
         plan = restore.plan_load(job, source, manifest, options.strict, options.weights_only)
         if manifest is not None and not options.weights_only:
             restore.check_run(job, manifest)
+        if isinstance(source, Checkpoint) and len(source.parts) < source.manifest.parts:
+            restore.check_held(plan, job, source)
         return Prepared(source, manifest, plan, options)
 
     team.agree(lambda: _recover(path) if job.mesh.rank == 0 else None, f"looking at {path}")

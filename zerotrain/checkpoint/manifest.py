@@ -63,7 +63,7 @@ data of every rank."""
 
 
 def dump(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`."""
+    """The bytes of `manifest.json`. ValueError for sections that could not be loaded again."""
     body = {
         "format": "zerotrain",
         "version": VERSION,
@@ -74,6 +74,7 @@ def dump(manifest: Manifest) -> bytes:
         "model": {key: _dump_tensor(tensor) for key, tensor in manifest.model.items()},
         "optimizer": {key: _dump_tensor(tensor) for key, tensor in manifest.optimizer.items()},
     }
+    _Sections.model_validate({name: body[name] for name in (*SECTIONS, "files", "part", "parts")})
     text = _canonical(body)
     return b'{"checksum":"' + checksum(text).encode() + b'","manifest":' + text + b"}\n"
 

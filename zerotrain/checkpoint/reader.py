@@ -158,7 +158,7 @@ class Checkpoint(Source):
             for low, high in _covered(part.tensors[key], start, stop):
                 self._read(part, key, low, high, out[low - start : high - start])
         if len(self.parts) < self.manifest.parts:
-            self._check_covered(key, start, stop)
+            self.check_held(key, start, stop)
 
     def _read(self, part: _Part, key: str, start: int, stop: int, out: torch.Tensor) -> None:
         tensor = part.tensors[key]
@@ -168,7 +168,8 @@ class Checkpoint(Source):
         except CheckpointError as error:
             raise CheckpointError(f"tensor '{key}': {error}") from error
 
-    def _check_covered(self, key: str, start: int, stop: int) -> None:
+    def check_held(self, key: str, start: int, stop: int) -> None:
+        """CheckpointError where the folders that are here lack a part of the run."""
         runs = sorted(run for part in self.parts for run in _covered(part.tensors[key], start, stop))
         if sum(high - low for low, high in runs) < stop - start:
             here = ", ".join(part.files.folder.name for part in self.parts)

@@ -16,6 +16,7 @@ from torch import nn
 from zerotrain import runtime
 from zerotrain.checkpoint.manifest import SECTIONS, Manifest
 from zerotrain.checkpoint.match import Match, match_names
+from zerotrain.checkpoint.reader import Checkpoint
 from zerotrain.checkpoint.source import MASTER, Source, TensorInfo, state_key
 from zerotrain.checkpoint.states import canonical, canonical_path, module_buffers, tied_names
 from zerotrain.errors import CheckpointError
@@ -142,6 +143,22 @@ def _name(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> str:
     place = optimizer.model.place(parameter)
     assert place is not None
     return place.name
+
+
+def check_held(plan: Plan, job: Job, source: Checkpoint) -> None:
+    """CheckpointError where the nodes' folders that are here lack a run that this rank needs."""
+    for unit in job.model.units:
+        for buffer in unit.buffers:
+            parameters = dict(zip(buffer.names, buffer.parameters, strict=True))
+            for fragment in buffer.layout.fragments(buffer.index):
+                there = plan.match.names.get(canonical(fragment.name))
+                states = plan.states.get(parameters[fragment.name], {})
+                keys = [] if there is None else [there, *(state_key(there, state) for state in states)]
+                for key in keys:
+                    source.check_held(key, fragment.start, fragment.stop)
+    for name, tensor in module_buffers(job.module).items():
+        if name in plan.match.names:
+            source.check_held(plan.match.names[name], 0, tensor.numel())
 
 
 # -- writing into the job ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zerotrain import runtime
 from zerotrain.checkpoint import states, writer
 from zerotrain.checkpoint.companions import companion_files
-from zerotrain.checkpoint.folders import PROBE, check_tag
+from zerotrain.checkpoint.folders import PROBE, check_tag, node_folder
 from zerotrain.checkpoint.plain import encode
 from zerotrain.checkpoint.restore import optimizer_class
 from zerotrain.checkpoint.states import Recorded, Run
@@ -69,10 +69,15 @@ class Saver:
         plan, content = self._plan(root, tag, everyone), self._content(small_files, everyone)
         if not config.async_:
             return writer.write(plan, content, team)
-        content.runs = self._copied(content.runs)
+        front = Team(job.world.exchange_object, job.mesh.rank, team.leader_of)
+
+        def copy() -> None:
+            content.runs = self._copied(content.runs)
+
+        front.agree(copy, "copying the states for a checkpoint")
         self._thread = threading.Thread(target=self._write, args=(plan, content, team), name="zerotrain-checkpoint")
         self._thread.start()
-        return root / tag
+        return root / node_folder(tag, *team.part)
 
     def _take_turn(self, if_busy: str) -> None:
         """Wait for the save before this one, or refuse, all ranks alike."""

@@ -5,7 +5,8 @@ one of them met, and none waits for another that has given up:
 
     begin    the leader makes the folder and its files, at their full size and with their headers
     write    every rank writes its runs and flushes them
-    seal     the leader checks the sizes, writes the small files and the manifest, renames, moves `latest`, prunes
+    seal     the leader checks the sizes, writes the small files and the manifest
+    publish  the leader renames the folder and moves `latest`; then it removes what need not be kept
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Team:
     def agree(self, step: Callable[[], Any], label: str) -> list[Any]:
         """Run this rank's part of a step, and return what every rank's part returned.
 
-        Raises this rank's own error (as a CheckpointError), or one with that of the first rank that had one. On every rank.
+        Where any rank has an error, all raise a ZerotrainError: this rank's own, or one that tells of the first.
         """
         error: Exception | None = None
         value: Any = None
@@ -136,15 +137,19 @@ def write(plan: Plan, content: Content, team: Team) -> Path:
     begun: Partial | None = None
     try:
         name = folders.node_folder(plan.tag, *team.part)
-        began = team.agree(
-            lambda: _begin(plan, name, files) if team.leads else None, f"beginning checkpoint '{plan.tag}'"
-        )
-        begun = began[team.rank]
-        folder = plan.root / began[team.leader].path.name
+
+        def begin() -> str | None:
+            nonlocal begun
+            begun = _begin(plan, name, files) if team.leads else None
+            return None if begun is None else begun.path.name
+
+        folder = plan.root / team.agree(begin, f"beginning checkpoint '{plan.tag}'")[team.leader]
         written = team.agree(lambda: write_runs(folder, files, content.runs), f"writing checkpoint '{plan.tag}'")
         mine = [fragments for rank, fragments in enumerate(written) if team.leader_of[rank] == team.leader]
-        seal = partial(_sealed, plan, files, content, team, begun, mine)
-        team.agree(seal, f"finishing checkpoint '{plan.tag}'")
+        team.agree(partial(_seal, plan, files, content, team, begun, mine), f"sealing checkpoint '{plan.tag}'")
+        team.agree(partial(_publish, plan, begun), f"publishing checkpoint '{plan.tag}'")
+        if begun is not None:
+            _prune(plan)
         return plan.root / name
     except BaseException:
         if begun is not None:
@@ -228,37 +233,42 @@ def _write_all(handle: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _sealed(
+def _seal(
     plan: Plan, files: Sequence[FilePlan], content: Content, team: Team, part: Partial | None, written: list[Any]
 ) -> None:
-    if part is not None:
-        try:
-            _seal(plan, files, content, team, part, written)
-        except OSError as error:
-            raise CheckpointError(f"finishing checkpoint '{plan.tag}' in {plan.root} failed: {error}") from error
-
-
-def _seal(
-    plan: Plan, files: Sequence[FilePlan], content: Content, team: Team, part: Partial, written: list[Any]
-) -> None:
-    """The leader's last step: after it, the checkpoint is the latest."""
-    made = _manifest(files, content, written)
+    """The leader writes the small files and the manifest, and checks that everything is there."""
+    if part is None:
+        return
     number, parts = team.part
-    made = replace(made, part=number, parts=parts)
+    made = replace(_manifest(files, content, written), part=number, parts=parts)
     for key, tensor in made.tensors().items():
         if made.parts == 1 and tensor.missing():
             raise CheckpointError(f"no rank wrote elements {tensor.missing()[0]} of '{key}'")
-    for name, data in {**content.small_files, **_index(files)}.items():
-        folders.write_file(part.path / name, data)
-    for name, about in made.files.items():
-        size = (part.path / name).stat().st_size
-        if size != about["bytes"]:
-            raise CheckpointError(f"{part.path / name} has {size} bytes after it was written, not {about['bytes']}")
-    folders.write_file(part.path / MANIFEST, manifest.dump(made))
-    part.publish(plan.tag)
+    try:
+        for name, data in {**content.small_files, **_index(files)}.items():
+            folders.write_file(part.path / name, data)
+        for name, about in made.files.items():
+            size = (part.path / name).stat().st_size
+            if size != about["bytes"]:
+                raise CheckpointError(f"{part.path / name} has {size} bytes after it was written, not {about['bytes']}")
+        folders.write_file(part.path / MANIFEST, manifest.dump(made))
+    except OSError as error:
+        raise CheckpointError(f"finishing checkpoint '{plan.tag}' in {plan.root} failed: {error}") from error
+
+
+def _publish(plan: Plan, part: Partial | None) -> None:
+    """The leader gives the checkpoint its name: after this it is the latest."""
+    try:
+        if part is not None:
+            part.publish(plan.tag)
+    except OSError as error:
+        raise CheckpointError(f"finishing checkpoint '{plan.tag}' in {plan.root} failed: {error}") from error
+
+
+def _prune(plan: Plan) -> None:
     try:
         folders.prune(plan.root, *plan.keep, newest=plan.tag)
-    except OSError as error:  # the checkpoint stands
+    except (OSError, CheckpointError) as error:  # the checkpoint stands
         logger.warning("old checkpoints in %s could not be removed: %s", plan.root, error)
 
 
