@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,28 @@ def test_frozen_parameters_in_a_group_are_no_news(tmp_path: Path) -> None:
         other.layers[1].requires_grad_(False)
         text = logged(engine_of(other, adamw(other.parameters())), tmp_path)
         assert ("2 parameters are not trained any more (layers.1.weight, ...)" in text) == (rank == 0)
+
+    run(2, body)
+
+
+def test_resuming_goes_on_to_an_older_one_where_the_newest_cannot_be_read(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = Regression()
+        first = engine_of(model, adamw(model.parameters()), checkpoint={"directory": str(tmp_path)})
+        for step in range(2):
+            steps(first, step, step + 1)
+            first.save_checkpoint()
+        preadv = os.preadv
+
+        def failing(handle: int, buffers: Any, offset: int) -> int:
+            if "step-00000002" in os.readlink(f"/proc/self/fd/{handle}"):
+                raise OSError(5, "Input/output error")
+            return preadv(handle, buffers, offset)
+
+        os.preadv = failing  # type: ignore[assignment]
+        first.resume()
+        assert first.global_steps == 1
+        steps(first, 1, 2)
 
     run(2, body)
 

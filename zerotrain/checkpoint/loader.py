@@ -127,9 +127,7 @@ def load_newest(job: Job, root: Path, load: Callable[[str], Loaded]) -> Loaded |
         try:
             loaded = load(tag)
             break
-        except HalfLoadedError:
-            raise
-        except CheckpointError as error:
+        except CheckpointError as error:  # one that was read half-way, too: the next replaces the mixture
             reasons.append(str(error))
     if loaded is None and reasons:
         raise CheckpointError(
