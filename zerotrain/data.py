@@ -164,12 +164,12 @@ class Loader:
     def _hand_out(self, batches: Iterator[Any], turn: object) -> Iterator[Any]:
         moved = self._moved
         for batch in batches:
-            if moved != self._moved:  # to another place, which a new iteration begins at
-                return
             self._since_mark += 1
             if turn is self._turn:
                 self._place += self._kind.unit
             yield send_to_device(batch, self._device)
+            if moved != self._moved:  # to another place, which a new iteration begins at
+                return
         if turn is self._turn:
             self._turn = None
             self._epoch, self._place = self._epoch + 1, 0
